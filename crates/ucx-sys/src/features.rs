@@ -1,0 +1,137 @@
+//! What the UCX that this process loaded is, and what it can do beyond 1.13.
+//!
+//! Responsible for finding out, once. Not for judging: whether a version will do is the caller's
+//! decision. A function pointer is here only if the loaded library both exports the function and is
+//! of a version that knows the layout which the pointer's type declares.
+
+use std::ffi::{CStr, OsStr, c_void};
+use std::fmt;
+use std::mem;
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::sync::OnceLock;
+
+use crate::bindings::{kvf_ep_attr_t, ucp_ep_h, ucp_get_version, ucs_status_t};
+
+/// A UCX version. Versions order as their numbers do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// 1 in every UCX so far.
+    pub major: u32,
+    /// The generation, such as 13.
+    pub minor: u32,
+    /// The release within the generation.
+    pub release: u32,
+}
+
+impl Version {
+    /// Whether this is `major.minor` or newer.
+    #[must_use]
+    pub fn at_least(self, major: u32, minor: u32) -> bool {
+        (self.major, self.minor) >= (major, minor)
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.major, self.minor, self.release)
+    }
+}
+
+/// `(major, minor)` of the headers that the bindings were generated from.
+pub const HEADERS_VERSION: (u32, u32) = (
+    decimal(env!("UCX_SYS_HEADERS_MAJOR")),
+    decimal(env!("UCX_SYS_HEADERS_MINOR")),
+);
+
+/// `ucp_ep_query` with the attributes of 1.14: the transports and devices of an endpoint.
+///
+/// Set [`KVF_EP_ATTR_FIELD_TRANSPORTS`](crate::KVF_EP_ATTR_FIELD_TRANSPORTS) in `field_mask`, give
+/// `transports.entries` room for `num_entries` elements of `entry_size` bytes; UCX fills them and
+/// sets `num_entries`. The strings live as long as the endpoint.
+///
+/// # Safety
+///
+/// As for `ucp_ep_query`: both pointers are valid, the endpoint is not closed, and the call is made
+/// on the worker's thread.
+pub type EpQueryTransports =
+    unsafe extern "C" fn(ep: ucp_ep_h, attr: *mut kvf_ep_attr_t) -> ucs_status_t;
+
+/// The loaded UCX.
+#[derive(Clone, Debug)]
+pub struct Features {
+    /// The version that `ucp_get_version` reports.
+    pub version: Version,
+    /// The file that `libucp` was loaded from, as the loader names it; `None` if it cannot tell
+    /// (a static UCX).
+    pub library: Option<PathBuf>,
+    /// From 1.14 on, the query for an endpoint's transports.
+    pub ep_transports: Option<EpQueryTransports>,
+}
+
+/// Describes the UCX that this process loaded. The answer is found at the first call.
+pub fn features() -> &'static Features {
+    static FEATURES: OnceLock<Features> = OnceLock::new();
+    FEATURES.get_or_init(|| {
+        let version = loaded_version();
+        Features {
+            version,
+            library: library_of(symbol(c"ucp_get_version")),
+            ep_transports: version.at_least(1, 14).then(ep_transports).flatten(),
+        }
+    })
+}
+
+fn loaded_version() -> Version {
+    let (mut major, mut minor, mut release) = (0, 0, 0);
+    // SAFETY: the three pointers are to live integers, which is all that the function asks.
+    unsafe { ucp_get_version(&raw mut major, &raw mut minor, &raw mut release) };
+    Version {
+        major,
+        minor,
+        release,
+    }
+}
+
+fn ep_transports() -> Option<EpQueryTransports> {
+    let address = symbol(c"ucp_ep_query");
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: the symbol is UCX's function of that name. Its second parameter is declared there as
+    // a longer structure that starts like ours (asserted in shim.c against the headers), and UCX
+    // writes only fields named in the mask.
+    Some(unsafe { mem::transmute::<*mut c_void, EpQueryTransports>(address) })
+}
+
+/// The address of `name` in the libraries of this process, or null.
+fn symbol(name: &CStr) -> *mut c_void {
+    // SAFETY: the name is NUL-terminated; looking a symbol up has no other requirement.
+    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
+}
+
+/// The file that holds the code at `address`.
+fn library_of(address: *mut c_void) -> Option<PathBuf> {
+    if address.is_null() {
+        return None;
+    }
+    // SAFETY: all-zero is a valid `Dl_info` (null pointers).
+    let mut info: libc::Dl_info = unsafe { mem::zeroed() };
+    // SAFETY: dladdr accepts any address and writes to the structure that it is given.
+    let found = unsafe { libc::dladdr(address, &raw mut info) };
+    if found == 0 || info.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: dladdr succeeded, so the name is a NUL-terminated string of the loader's, valid while
+    // the library is loaded; it is copied here.
+    let name = unsafe { CStr::from_ptr(info.dli_fname) };
+    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
+}
+
+/// Reads a decimal number that the build script wrote.
+const fn decimal(text: &str) -> u32 {
+    match u32::from_str_radix(text, 10) {
+        Ok(number) => number,
+        Err(_) => panic!("the build script gives UCX_SYS_HEADERS_* in decimal"),
+    }
+}
