@@ -70,11 +70,11 @@ pub enum WireError {
 }
 
 impl WireError {
-    pub(crate) fn bad(
-        field: &'static str,
-        value: impl ToString,
-        expected: &'static str,
-    ) -> Self {
-        Self::BadValue { field, value: value.to_string(), expected }
+    pub(crate) fn bad(field: &'static str, value: impl ToString, expected: &'static str) -> Self {
+        Self::BadValue {
+            field,
+            value: value.to_string(),
+            expected,
+        }
     }
 }

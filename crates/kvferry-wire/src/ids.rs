@@ -184,7 +184,11 @@ impl Epoch {
     /// # Errors
     /// [`WireError::BadValue`] for zero, which is the high-water mark before the first lease.
     pub fn new(value: u64) -> Result<Self, WireError> {
-        if value == 0 { Err(WireError::bad("epoch", 0_u8, "at least 1")) } else { Ok(Self(value)) }
+        if value == 0 {
+            Err(WireError::bad("epoch", 0_u8, "at least 1"))
+        } else {
+            Ok(Self(value))
+        }
     }
 
     /// The number itself, at least 1.

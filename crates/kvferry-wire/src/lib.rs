@@ -1,8 +1,45 @@
 //! Everything of kvferry that crosses a process boundary.
+//!
+//! Responsible for the bytes: layouts, versions, size caps and what a value must satisfy. Not
+//! responsible for sockets, order, deadlines or what a message means to a transfer or a lease.
+//!
+//! Invariant: parsing is validation. A value that a parser returned has been checked in full, and
+//! the rest of kvferry does not check it again. No parser panics, whatever the bytes.
+//!
+//! # Layers
+//! - [`segment`]: what one active message carries, a piece of a message or bytes of a transfer.
+//! - [`message`]: a reassembled message between two engines.
+//! - [`hello`], [`description`]: the greeting and what an engine says about itself.
+//! - [`lease`], [`demo`]: payloads of [`Message::Service`], one channel each.
+//! - [`directory`]: frames on the directory's TCP port.
+//!
+//! # HISTORY
+//! Every format has a version of its own; all of them are at version 1, the first. A msgpack body
+//! may gain fields within a version, because readers skip fields they do not know. Anything else
+//! (a field that goes, changes meaning or becomes mandatory, a new enum variant, any change of a
+//! fixed layout) is a new version.
 #![forbid(unsafe_code)]
 
+pub mod description;
 mod error;
+pub mod hello;
 pub mod ids;
+pub mod message;
+mod packed;
+pub mod segment;
 
+pub use description::{
+    Addresses, Description, Interior, MemoryKind, RegionDescription, TableDescription, UcxVersion,
+    check_table,
+};
 pub use error::WireError;
+pub use hello::{Hello, HelloRejectCode, HelloReply};
 pub use ids::{EngineId, Epoch, Incarnation, Instance, LeaseId, Rank, ReaderId, RequestId};
+pub use message::{
+    BlockRun, MAX_READ_TABLES, Message, ReadRejected, ReadRequest, RejectCode, encode_goodbye,
+    encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read, encode_read_cancel,
+    encode_read_rejected, encode_service,
+};
+pub use segment::{
+    MAX_MESSAGE_BYTES, SEGMENT_HEADER_BYTES, Segment, SegmentBody, SegmentHeader, TransferId,
+};
