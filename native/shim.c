@@ -168,8 +168,3 @@ void kvf_log_set(kvf_log_fn fn)
         ucs_log_push_handler(log_handler);
     }
 }
-
-void kvf_log_emit(int level, const char *message)
-{
-    ucs_log((ucs_log_level_t)level, "%s", message);
-}

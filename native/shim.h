@@ -65,9 +65,6 @@ typedef void (*kvf_log_fn)(int level, const char *file, unsigned line, const cha
  * under way may still reach the previous function. */
 void kvf_log_set(kvf_log_fn fn);
 
-/* Sends one message through UCX's log, subject to UCX's log level. */
-void kvf_log_emit(int level, const char *message);
-
 /* ---- UCX 1.14: which transports an endpoint uses ------------------------ */
 
 /* ucp_ep_attr_t::field_mask, UCP_EP_ATTR_FIELD_TRANSPORTS. */

@@ -214,8 +214,10 @@ impl Ucx {
         println!("cargo::rustc-link-lib=dylib=ucp");
         println!("cargo::rustc-link-lib=dylib=ucs");
         let (major, minor) = self.version;
-        println!("cargo::rustc-env=UCX_SYS_HEADERS_MAJOR={major}");
-        println!("cargo::rustc-env=UCX_SYS_HEADERS_MINOR={minor}");
+        // Cargo sets these for tests too, and UCX warns about every variable named UCX_* that it
+        // does not know.
+        println!("cargo::rustc-env=KVFERRY_UCX_HEADERS_MAJOR={major}");
+        println!("cargo::rustc-env=KVFERRY_UCX_HEADERS_MINOR={minor}");
         // For build scripts of crates that depend on this one: DEP_UCP_VERSION and so on.
         println!("cargo::metadata=version={major}.{minor}");
         if let Some(prefix) = &self.prefix {

@@ -27,8 +27,8 @@ pub struct Version {
 impl Version {
     /// Whether this is `major.minor` or newer.
     #[must_use]
-    pub fn at_least(self, major: u32, minor: u32) -> bool {
-        (self.major, self.minor) >= (major, minor)
+    pub const fn at_least(self, major: u32, minor: u32) -> bool {
+        self.major > major || (self.major == major && self.minor >= minor)
     }
 }
 
@@ -40,8 +40,8 @@ impl fmt::Display for Version {
 
 /// `(major, minor)` of the headers that the bindings were generated from.
 pub const HEADERS_VERSION: (u32, u32) = (
-    decimal(env!("UCX_SYS_HEADERS_MAJOR")),
-    decimal(env!("UCX_SYS_HEADERS_MINOR")),
+    decimal(env!("KVFERRY_UCX_HEADERS_MAJOR")),
+    decimal(env!("KVFERRY_UCX_HEADERS_MINOR")),
 );
 
 /// `ucp_ep_query` with the attributes of 1.14: the transports and devices of an endpoint.
@@ -67,6 +67,39 @@ pub struct Features {
     pub library: Option<PathBuf>,
     /// From 1.14 on, the query for an endpoint's transports.
     pub ep_transports: Option<EpQueryTransports>,
+    /// The names under which `ucp_config_modify` takes the lengths of TCP's segments.
+    pub tcp_segments: TcpSegmentKeys,
+}
+
+/// Names of two settings of the TCP transport, for `ucp_config_modify`.
+///
+/// Up to 1.16 it takes settings of transports without the transport's name, and answers `UCS_OK` to
+/// any other name, which then has no effect but a warning when a worker is created. From 1.17 on it
+/// wants the name that the environment has, less `UCX_`.
+///
+/// Set both: the interface does not open if it sends longer segments than it receives.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TcpSegmentKeys {
+    /// The length of a sent segment.
+    pub tx: &'static CStr,
+    /// The length of a received segment; at least that of a sent one.
+    pub rx: &'static CStr,
+}
+
+impl TcpSegmentKeys {
+    const fn of(version: Version) -> Self {
+        if version.at_least(1, 17) {
+            Self {
+                tx: c"TCP_TX_SEG_SIZE",
+                rx: c"TCP_RX_SEG_SIZE",
+            }
+        } else {
+            Self {
+                tx: c"TX_SEG_SIZE",
+                rx: c"RX_SEG_SIZE",
+            }
+        }
+    }
 }
 
 /// Describes the UCX that this process loaded. The answer is found at the first call.
@@ -78,6 +111,7 @@ pub fn features() -> &'static Features {
             version,
             library: library_of(symbol(c"ucp_get_version")),
             ep_transports: version.at_least(1, 14).then(ep_transports).flatten(),
+            tcp_segments: TcpSegmentKeys::of(version),
         }
     })
 }
@@ -132,6 +166,34 @@ fn library_of(address: *mut c_void) -> Option<PathBuf> {
 const fn decimal(text: &str) -> u32 {
     match u32::from_str_radix(text, 10) {
         Ok(number) => number,
-        Err(_) => panic!("the build script gives UCX_SYS_HEADERS_* in decimal"),
+        Err(_) => panic!("the build script gives KVFERRY_UCX_HEADERS_* in decimal"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_decide_by_number() {
+        let version = |minor, release| Version {
+            major: 1,
+            minor,
+            release,
+        };
+        assert!(version(13, 0).at_least(1, 13));
+        assert!(!version(9, 9).at_least(1, 13));
+        assert!(
+            Version {
+                major: 2,
+                minor: 0,
+                release: 0
+            }
+            .at_least(1, 22)
+        );
+        assert!(version(13, 1) < version(22, 0));
+        assert_eq!(version(13, 1).to_string(), "1.13.1");
+        assert_eq!(TcpSegmentKeys::of(version(16, 9)).tx, c"TX_SEG_SIZE");
+        assert_eq!(TcpSegmentKeys::of(version(17, 0)).tx, c"TCP_TX_SEG_SIZE");
     }
 }

@@ -23,6 +23,12 @@
 //! package that depends on this one and prints `cargo::rustc-link-arg=-Wl,-rpath,<dir>`.
 //! `DEP_UCP_ROOT` (where known), `DEP_UCP_INCLUDE` and `DEP_UCP_VERSION` are there too.
 //! [`features`] tells which library it was in the end.
+//!
+//! # Where UCX's log goes
+//!
+//! UCX logs to standard output. [`kvf_log_set`] sends its messages to a function instead, from the
+//! call on. What UCX writes while it is being loaded, and the tables that 1.22 prints, cannot be
+//! caught; they appear at log levels `debug` and finer only, and go where `UCX_LOG_FILE` says.
 
 #![allow(unsafe_code)]
 
@@ -45,4 +51,6 @@ mod bindings {
 }
 
 pub use bindings::*;
-pub use features::{EpQueryTransports, Features, HEADERS_VERSION, Version, features};
+pub use features::{
+    EpQueryTransports, Features, HEADERS_VERSION, TcpSegmentKeys, Version, features,
+};
