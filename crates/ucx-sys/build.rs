@@ -265,6 +265,10 @@ fn read_version(include: &Path) -> Result<(u32, u32), String> {
             MIN_VERSION.1
         ));
     }
+    let header = include.join("ucp/api/ucp.h");
+    if !header.exists() {
+        return Err(format!("its header {} is missing", header.display()));
+    }
     Ok((major, minor))
 }
 
@@ -318,7 +322,8 @@ fn compile_shim(ucx: &Ucx, native: &Path) -> Result<(), String> {
         .warnings(true)
         .extra_warnings(true);
     for dir in &ucx.include {
-        build.include(dir);
+        // As a system directory, so that only our own code is warned about.
+        build.flag("-isystem").flag(dir);
     }
     build.try_compile("kvferry_ucx_shim").map_err(|error| {
         format!(

@@ -11,7 +11,8 @@
 //! that 1.13 has, [`kvf_init`] asks for API 1.13, and what later versions added is in [`Features`],
 //! filled at run time from the library that was really loaded. Structures of later headers are
 //! longer than those of 1.13; UCX reads the fields named in `field_mask` and no others, so start
-//! from `Default::default()` (all zero) and set fields by name.
+//! from `Default::default()` (all zero) and set fields by name. Constants keep their values, except
+//! those that count others (`UCS_MEMORY_TYPE_LAST`, `UCS_MEMORY_TYPE_UNKNOWN`): do not use them.
 //!
 //! # Which UCX is linked
 //!

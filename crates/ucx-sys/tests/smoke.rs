@@ -55,12 +55,15 @@ fn one_build_works_with_the_loaded_ucx() {
     }
 
     the_expected_version_is_loaded();
-    signal_handlers_are_restored();
+    // SAFETY: takes out handlers of UCX's own and has no requirements.
+    unsafe { kvf_disable_signals() };
+    ucx_handles_no_signals();
     // SAFETY: `record` is a function of the type asked for, and calls nothing of UCX.
     unsafe { kvf_log_set(Some(record)) };
     status_pointers_are_told_apart();
     a_failed_init_is_logged_to_the_function();
     a_worker_has_an_address_and_an_endpoint_has_transports();
+    ucx_handles_no_signals();
 }
 
 fn the_expected_version_is_loaded() {
@@ -108,9 +111,7 @@ fn the_expected_version_is_loaded() {
     }
 }
 
-fn signal_handlers_are_restored() {
-    // SAFETY: takes out handlers of UCX's own and has no requirements.
-    unsafe { kvf_disable_signals() };
+fn ucx_handles_no_signals() {
     // Rust's run-time has handlers for SIGSEGV and SIGBUS of its own, for stack overflows, which it
     // installs only if nobody was first. With 1.13 UCX was; now nobody is left.
     for signal in [libc::SIGFPE, libc::SIGILL] {
