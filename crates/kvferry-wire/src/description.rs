@@ -13,10 +13,7 @@ use std::{collections::BTreeMap, fmt};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    EngineId, Incarnation, Instance, Rank, WireError,
-    packed::{Format, capped},
-};
+use crate::{EngineId, Incarnation, Instance, Rank, WireError, packed::Format};
 
 mod validate;
 
@@ -230,10 +227,10 @@ pub struct Description {
     #[serde(deserialize_with = "validate::compatibility")]
     pub compatibility: BTreeMap<String, String>,
     /// Registered memory, at most [`MAX_REGIONS`].
-    #[serde(deserialize_with = "capped::<MAX_REGIONS, _, _>")]
+    #[serde(deserialize_with = "validate::regions")]
     pub regions: Vec<RegionDescription>,
     /// Where blocks lie, at most [`MAX_TABLES`].
-    #[serde(deserialize_with = "capped::<MAX_TABLES, _, _>")]
+    #[serde(deserialize_with = "validate::tables")]
     pub tables: Vec<TableDescription>,
     /// The socket that hands out file descriptors to the same host, where there is one; at most
     /// [`MAX_UNIX_SOCKET_BYTES`] bytes, a leading `@` standing for the abstract namespace.

@@ -20,21 +20,30 @@
 //! fixed layout) is a new version.
 #![forbid(unsafe_code)]
 
+pub mod demo;
 pub mod description;
+pub mod directory;
 mod error;
 pub mod hello;
 pub mod ids;
+pub mod lease;
 pub mod message;
 mod packed;
 pub mod segment;
 
+pub use demo::{DEMO_CHANNEL, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary};
 pub use description::{
     Addresses, Description, Interior, MemoryKind, RegionDescription, TableDescription, UcxVersion,
     check_table,
 };
+pub use directory::{DirectoryReply, DirectoryRequest, FrameHeader};
 pub use error::WireError;
 pub use hello::{Hello, HelloRejectCode, HelloReply};
 pub use ids::{EngineId, Epoch, Incarnation, Instance, LeaseId, Rank, ReaderId, RequestId};
+pub use lease::{
+    Epochs, Gone, GoneEpochs, LEASE_CHANNEL, LeaseMessage, MAX_RENEWALS, Verdict, encode_release,
+    encode_released, encode_renew, encode_renewed,
+};
 pub use message::{
     BlockRun, MAX_READ_TABLES, Message, ReadRejected, ReadRequest, RejectCode, encode_goodbye,
     encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read, encode_read_cancel,

@@ -138,27 +138,35 @@ pub(crate) fn shown(text: &str) -> String {
     }
 }
 
-/// Deserializes a sequence and stops at the first item past `MAX`, so that a short body of tiny
+/// Deserializes a sequence and stops at the first item past `max`, so that a short body of tiny
 /// items can not make us hold a large vector.
-pub(crate) fn capped<'de, const MAX: usize, T, D>(deserializer: D) -> Result<Vec<T>, D::Error>
+pub(crate) fn capped<'de, T, D>(
+    deserializer: D,
+    field: &'static str,
+    max: usize,
+) -> Result<Vec<T>, D::Error>
 where
     T: Deserialize<'de>,
     D: Deserializer<'de>,
 {
-    struct Capped<const MAX: usize, T>(PhantomData<T>);
+    struct Capped<T> {
+        field: &'static str,
+        max: usize,
+        item: PhantomData<T>,
+    }
 
-    impl<'de, const MAX: usize, T: Deserialize<'de>> Visitor<'de> for Capped<MAX, T> {
+    impl<'de, T: Deserialize<'de>> Visitor<'de> for Capped<T> {
         type Value = Vec<T>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "at most {MAX} items")
+            write!(f, "at most {} items in {}", self.max, self.field)
         }
 
         fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Vec<T>, A::Error> {
             let mut all = Vec::new();
             while let Some(item) = items.next_element()? {
-                if all.len() == MAX {
-                    return Err(A::Error::custom(format_args!("more than {MAX} items")));
+                if all.len() == self.max {
+                    return Err(A::Error::custom(format_args!("more than {self}")));
                 }
                 all.push(item);
             }
@@ -166,5 +174,15 @@ where
         }
     }
 
-    deserializer.deserialize_seq(Capped::<MAX, T>(PhantomData))
+    impl<T> fmt::Display for Capped<T> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "{} items in {}", self.max, self.field)
+        }
+    }
+
+    deserializer.deserialize_seq(Capped {
+        field,
+        max,
+        item: PhantomData,
+    })
 }

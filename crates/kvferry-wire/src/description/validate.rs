@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     WireError,
-    packed::{check_at_most, check_text, shown},
+    packed::{capped, check_at_most, check_text, shown},
 };
 
 impl Description {
@@ -236,6 +236,20 @@ fn check_not_empty(field: &'static str, length: usize) -> Result<(), WireError> 
     } else {
         Ok(())
     }
+}
+
+/// Deserializes the regions, no more than the cap.
+pub(super) fn regions<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<RegionDescription>, D::Error> {
+    capped(deserializer, "regions", MAX_REGIONS)
+}
+
+/// Deserializes the tables, no more than the cap.
+pub(super) fn tables<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<TableDescription>, D::Error> {
+    capped(deserializer, "tables", MAX_TABLES)
 }
 
 /// Deserializes the compatibility fields: no more than the cap, and no name twice, of which one

@@ -1,0 +1,86 @@
+//! One-byte answers of the lease protocol.
+
+use std::fmt;
+
+use crate::WireError;
+
+/// Defines a one-byte code with its number on the wire and its words.
+macro_rules! code {
+    (
+        $(#[$doc:meta])* $name:ident in $field:literal, $range:literal:
+        $($(#[$variant_doc:meta])* $variant:ident = $number:literal, $words:literal;)*
+    ) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        #[repr(u8)]
+        pub enum $name {
+            $($(#[$variant_doc])* $variant = $number,)*
+        }
+
+        impl $name {
+            /// Every value, in the order of the numbers on the wire.
+            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
+
+            pub(super) fn parse(byte: u8) -> Result<Self, WireError> {
+                match byte {
+                    $($number => Ok(Self::$variant),)*
+                    _ => Err(WireError::bad($field, byte, $range)),
+                }
+            }
+        }
+
+        impl fmt::Display for $name {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $(Self::$variant => $words,)*
+                })
+            }
+        }
+    };
+}
+
+code! {
+    /// A producer rank's judgement of a release.
+    Verdict in "released.verdict", "1 to 8":
+    /// The lease was live: what was read counts.
+    Valid = 1, "valid";
+    /// The lease had ended before.
+    Ended = 2, "lease ended";
+    /// The rank's scheduler half is another one.
+    UnknownInstance = 3, "unknown instance";
+    /// No such lease, and none will come.
+    UnknownEpoch = 4, "unknown epoch";
+    /// The epoch belongs to another request.
+    RequestMismatch = 5, "epoch belongs to another request";
+    /// Another number of consumers than the first release named.
+    ConsumersMismatch = 6, "another number of consumers than in the first release";
+    /// More readers than the first release announced, or this reader with other words.
+    RepeatedReader = 7, "reader already released";
+    /// Too many early releases are being kept for this peer.
+    Overloaded = 8, "too many early releases";
+}
+
+code! {
+    /// What became of a lease that can not be renewed.
+    Gone in "renewed.why", "1 to 6":
+    /// All its readers released it.
+    Released = 1, "released";
+    /// Nobody renewed it in time.
+    Expired = 2, "expired";
+    /// The producer took it back.
+    Revoked = 3, "revoked";
+    /// It was never issued, and will not be.
+    NeverIssued = 4, "never issued";
+    /// The rank's scheduler half is another one.
+    UnknownInstance = 5, "unknown instance";
+    /// It lived as long as a lease may.
+    LeaseMax = 6, "maximum lifetime reached";
+}
+
+impl Verdict {
+    /// Whether what was read under the lease counts.
+    #[must_use]
+    pub const fn is_valid(self) -> bool {
+        matches!(self, Self::Valid)
+    }
+}
