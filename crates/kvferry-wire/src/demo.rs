@@ -261,6 +261,3 @@ impl DemoReply {
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -260,6 +260,3 @@ impl DirectoryReply {
         Ok(())
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -89,6 +89,9 @@ pub enum HelloReply {
     },
     /// The connection may not be used.
     Rejected {
+        /// The incarnation that the greeting expected, by which its sender knows which one is
+        /// meant: the answer may come from another engine.
+        expects: Incarnation,
         /// Why, for the program.
         code: HelloRejectCode,
         /// Why, for people: at most 1,024 bytes, no control characters.
@@ -142,7 +145,8 @@ impl HelloReply {
     pub fn encode(&self) -> Result<Vec<u8>, WireError> {
         match self {
             Self::Accepted { .. } => REPLY.encode(self),
-            Self::Rejected { code, reason } => REPLY.encode(&Self::Rejected {
+            Self::Rejected { expects, code, reason } => REPLY.encode(&Self::Rejected {
+                expects: *expects,
                 code: *code,
                 reason: clean_reason(reason),
             }),

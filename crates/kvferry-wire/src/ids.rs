@@ -265,3 +265,6 @@ impl fmt::Display for Rank {
         write!(f, "pp{}tp{}", self.pp, self.tp)
     }
 }
+
+#[cfg(test)]
+mod tests;

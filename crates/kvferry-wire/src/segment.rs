@@ -7,7 +7,7 @@
 //! that it belongs to, and neither end of it is the zero incarnation. This is the hot path:
 //! neither writing nor parsing allocates.
 //!
-//! Layout of version 1, 60 bytes, little-endian, no padding:
+//! Layout of version 1, 64 bytes, little-endian, no padding:
 //!
 //! | at | bytes | field |
 //! | --- | --- | --- |
@@ -17,7 +17,8 @@
 //! | 4 | 16 | source incarnation |
 //! | 20 | 16 | destination incarnation |
 //! | 36 | 8 | sequence number |
-//! | 44 | 16 | message: size `u32`, offset `u32`, zero `u64`; data: slot `u32`, generation `u32`, offset `u64` |
+//! | 44 | 4 | connection |
+//! | 48 | 16 | message: size `u32`, offset `u32`, zero `u64`; data: slot `u32`, generation `u32`, offset `u64` |
 
 use std::fmt;
 
@@ -50,6 +51,7 @@ struct Layout {
     source: [u8; 16],
     destination: [u8; 16],
     sequence: U64,
+    connection: U32,
     first: U32,
     second: U32,
     third: U64,
@@ -112,7 +114,10 @@ pub struct SegmentHeader {
     pub source: Incarnation,
     /// The engine that is meant; anybody else drops the segment.
     pub destination: Incarnation,
-    /// Counts the segments of this peer in this direction, from 0.
+    /// The sender's number for this connection, so that the segments of an earlier connection
+    /// between the same two engines are told apart.
+    pub connection: u32,
+    /// Counts the segments of this connection in this direction, from 0.
     pub sequence: u64,
     /// What the payload is.
     pub body: SegmentBody,
@@ -140,6 +145,7 @@ impl SegmentHeader {
             source: self.source.to_bytes(),
             destination: self.destination.to_bytes(),
             sequence: self.sequence.into(),
+            connection: self.connection.into(),
             first: first.into(),
             second: second.into(),
             third: third.into(),
@@ -199,6 +205,7 @@ impl<'a> Segment<'a> {
         let header = SegmentHeader {
             source: end("segment.source", layout.source)?,
             destination: end("segment.destination", layout.destination)?,
+            connection: layout.connection.get(),
             sequence: layout.sequence.get(),
             body,
         };

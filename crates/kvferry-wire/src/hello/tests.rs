@@ -1,10 +1,26 @@
 use super::*;
 
 #[test]
-fn an_answer_survives_the_way() {
+fn codes_print_in_words() {
+    assert_eq!(
+        HelloRejectCode::WrongIncarnation.to_string(),
+        "wrong incarnation"
+    );
+    assert_eq!(HelloRejectCode::Version.to_string(), "version");
+    assert_eq!(HelloRejectCode::Incompatible.to_string(), "incompatible");
+    assert_eq!(HelloRejectCode::ShuttingDown.to_string(), "shutting down");
+}
+
+/// Whoever reads a greeting of another version must be able to read that it is one.
+#[test]
+fn the_version_comes_first() {
     let reply = HelloReply::Rejected {
+        expects: Incarnation::from_bytes([9; 16]).unwrap(),
         code: HelloRejectCode::Version,
-        reason: "version 2".to_owned(),
+        reason: String::new(),
     };
-    assert_eq!(HelloReply::decode(&reply.encode().unwrap()), Ok(reply));
+    assert_eq!(
+        reply.encode().unwrap().first_chunk(),
+        Some(&HELLO_VERSION.to_le_bytes())
+    );
 }

@@ -1,0 +1,397 @@
+//! One value of everything, the source of the fixtures.
+
+use kvferry_wire::{
+    Addresses, BlockRun, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
+    DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
+    Incarnation, Instance, Interior, LeaseId, MemoryKind, Rank, ReadRejected, ReaderId,
+    RegionDescription, RejectCode, RequestId, SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader,
+    TableDescription, TransferId, UcxVersion, Verdict, encode_goodbye, encode_hello,
+    encode_hello_reply, encode_ping, encode_pong, encode_read, encode_read_cancel,
+    encode_read_rejected, encode_release, encode_released, encode_renew, encode_renewed,
+    encode_service,
+};
+
+/// An encoded value.
+pub(crate) struct Sample {
+    /// The fuzz target that parses it.
+    pub(crate) target: &'static str,
+    /// What it is.
+    pub(crate) name: &'static str,
+    /// The encoded value.
+    pub(crate) bytes: Vec<u8>,
+    /// From this length on the value may end anywhere: it carries bytes that mean nothing here.
+    pub(crate) open_from: Option<usize>,
+}
+
+pub(crate) fn all() -> Vec<Sample> {
+    let mut all = Vec::new();
+    let mut add = |target, name, bytes| {
+        all.push(Sample {
+            target,
+            name,
+            bytes,
+            open_from: None,
+        });
+    };
+    add(
+        "segment",
+        "message",
+        segment(SegmentBody::Message {
+            message_bytes: 9,
+            offset: 4,
+        }),
+    );
+    add(
+        "segment",
+        "data",
+        segment(SegmentBody::Data {
+            transfer: transfer(),
+            offset: 1 << 40,
+        }),
+    );
+    messages(&mut add);
+    leases(&mut add);
+    packed(&mut add);
+    for sample in &mut all {
+        sample.open_from = match (sample.target, sample.name) {
+            ("segment", "data") => Some(SEGMENT_HEADER_BYTES + 1),
+            ("message", "service") => Some(4),
+            _ => None,
+        };
+    }
+    all
+}
+
+pub(crate) fn get(target: &str, name: &str) -> Sample {
+    all()
+        .into_iter()
+        .find(|sample| (sample.target, sample.name) == (target, name))
+        .unwrap()
+}
+
+fn messages(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
+    let runs = [
+        BlockRun { first: 5, count: 2 },
+        BlockRun {
+            first: 900,
+            count: 1,
+        },
+    ];
+    let rejected = ReadRejected {
+        transfer: transfer(),
+        code: RejectCode::BlockOutOfRange,
+        detail: 0x0123_4567_89ab_cdef,
+    };
+    let hello = Hello {
+        expects: incarnation(2),
+        from: description(),
+    };
+    add("message", "hello", encode_hello(&hello).unwrap());
+    add(
+        "message",
+        "hello-reply",
+        encode_hello_reply(&rejection()).unwrap(),
+    );
+    add("message", "ping", encode_ping(0x1122_3344_5566_7788));
+    add("message", "pong", encode_pong(0x1122_3344_5566_7788));
+    add(
+        "message",
+        "read",
+        encode_read(transfer(), &[3, 4], runs.into_iter()).unwrap(),
+    );
+    add("message", "read-rejected", encode_read_rejected(&rejected));
+    add("message", "read-cancel", encode_read_cancel(transfer()));
+    add(
+        "message",
+        "service",
+        encode_service(0x0102, b"payload").unwrap(),
+    );
+    add("message", "goodbye", encode_goodbye());
+}
+
+fn leases(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
+    let gone = [(epoch(3), Gone::Released), (epoch(9), Gone::LeaseMax)];
+    let (renewed, unknown) = ([epoch(3), epoch(7), epoch(9)], [epoch(1 << 33)]);
+    add(
+        "lease",
+        "release",
+        encode_release(&lease(), reader(), 2).unwrap(),
+    );
+    add(
+        "lease",
+        "released",
+        encode_released(instance(), epoch(7), reader(), Verdict::Ended),
+    );
+    add(
+        "lease",
+        "renew",
+        encode_renew(instance(), 0xfeed, renewed).unwrap(),
+    );
+    add(
+        "lease",
+        "renewed",
+        encode_renewed(instance(), 0xfeed, gone, unknown).unwrap(),
+    );
+}
+
+fn packed(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
+    let hello = Hello {
+        expects: incarnation(2),
+        from: description(),
+    };
+    add("description", "full", description().encode().unwrap());
+    add("description", "bare", bare_description().encode().unwrap());
+    add("hello", "hello", hello.encode().unwrap());
+    let accepted = HelloReply::Accepted {
+        incarnation: incarnation(2),
+    };
+    add("hello", "accepted", accepted.encode().unwrap());
+    add("hello", "rejected", rejection().encode().unwrap());
+
+    let some = DirectoryRequest {
+        ranks: Some(vec![Rank { pp: 0, tp: 0 }, Rank { pp: 1, tp: 300 }]),
+    };
+    add("directory", "request-some", some.encode_frame().unwrap());
+    add(
+        "directory",
+        "request-all",
+        DirectoryRequest { ranks: None }.encode_frame().unwrap(),
+    );
+    add(
+        "directory",
+        "entries",
+        directory_entries().encode_frame().unwrap(),
+    );
+    let refused = DirectoryReply::Refused {
+        reason: "not ready".to_owned(),
+    };
+    add("directory", "refused", refused.encode_frame().unwrap());
+
+    add(
+        "demo",
+        "begin",
+        DemoRequest::Begin { in_flight: 8 }.encode().unwrap(),
+    );
+    add(
+        "demo",
+        "next",
+        DemoRequest::Next { ticket: 70_000 }.encode().unwrap(),
+    );
+    add("demo", "finish", DemoRequest::Finish.encode().unwrap());
+    add(
+        "demo",
+        "welcome",
+        DemoReply::Welcome(demo_plan()).encode().unwrap(),
+    );
+    let offer = DemoReply::Offer {
+        ticket: 70_000,
+        offer: demo_offer(),
+    };
+    add("demo", "offer", offer.encode().unwrap());
+    add(
+        "demo",
+        "no-more",
+        DemoReply::NoMore { ticket: 70_001 }.encode().unwrap(),
+    );
+    add(
+        "demo",
+        "summary",
+        DemoReply::Summary(demo_summary()).encode().unwrap(),
+    );
+    let refused = DemoReply::Refused {
+        reason: "a run is in progress".to_owned(),
+    };
+    add("demo", "refused", refused.encode().unwrap());
+}
+
+fn segment(body: SegmentBody) -> Vec<u8> {
+    let header = SegmentHeader {
+        source: incarnation(1),
+        destination: incarnation(2),
+        sequence: 0x0102_0304_0506_0708,
+        body,
+    };
+    let mut bytes = [0xff; SEGMENT_HEADER_BYTES];
+    header.write(&mut bytes);
+    [&bytes[..], b"ferry"].concat()
+}
+
+pub(crate) fn incarnation(seed: u8) -> Incarnation {
+    Incarnation::from_bytes(std::array::from_fn(|at| {
+        seed.wrapping_mul(16).wrapping_add(at as u8)
+    }))
+    .unwrap()
+}
+
+pub(crate) fn instance() -> Instance {
+    Instance::from_bytes(std::array::from_fn(|at| 0xf0 - at as u8)).unwrap()
+}
+
+pub(crate) fn epoch(number: u64) -> Epoch {
+    Epoch::new(number).unwrap()
+}
+
+fn transfer() -> TransferId {
+    TransferId {
+        slot: 0x0a0b_0c0d,
+        generation: 6,
+    }
+}
+
+pub(crate) fn lease() -> LeaseId {
+    LeaseId {
+        instance: instance(),
+        epoch: epoch(7),
+        request: RequestId::new("cmpl-7d\u{e9}ad-0").unwrap(),
+    }
+}
+
+pub(crate) fn reader() -> ReaderId {
+    ReaderId {
+        incarnation: incarnation(3),
+        load: 41,
+    }
+}
+
+fn rejection() -> HelloReply {
+    HelloReply::Rejected {
+        code: HelloRejectCode::Incompatible,
+        reason: "block_bytes is 8192 here and 4096 there".to_owned(),
+    }
+}
+
+/// A description in which every optional field is absent.
+pub(crate) fn bare_description() -> Description {
+    Description {
+        engine: EngineId::new("decode-0").unwrap(),
+        incarnation: incarnation(4),
+        rank: Rank::default(),
+        instance: None,
+        kvferry_version: "0.1.0".to_owned(),
+        ucx: None,
+        host: "host-a".to_owned(),
+        addresses: Addresses {
+            message: vec![0],
+            data: None,
+        },
+        compatibility: [].into(),
+        regions: Vec::new(),
+        tables: Vec::new(),
+        unix_socket: None,
+    }
+}
+
+/// A description in which every optional field is present.
+pub(crate) fn description() -> Description {
+    Description {
+        engine: EngineId::new("prefill-0").unwrap(),
+        incarnation: incarnation(1),
+        rank: Rank { pp: 1, tp: 3 },
+        instance: Some(instance()),
+        kvferry_version: "0.1.0".to_owned(),
+        ucx: Some(UcxVersion {
+            major: 1,
+            minor: 22,
+            release: 0,
+        }),
+        host: "7f6a3c1e-0000-4000-8000-000000000001".to_owned(),
+        addresses: Addresses {
+            message: vec![1, 2, 3, 0xff],
+            data: Some(vec![9; 40]),
+        },
+        compatibility: [("dtype", "bfloat16"), ("model", "toy")]
+            .map(|(name, value)| (name.to_owned(), value.to_owned()))
+            .into(),
+        regions: vec![
+            region(1, 0x7f00_0000_0000, MemoryKind::Host, None),
+            region(
+                2,
+                0x7f00_0000_1000,
+                MemoryKind::Cuda { device: 1 },
+                Some(vec![5; 12]),
+            ),
+        ],
+        tables: vec![table(10, 1, 0), table(11, 2, 1)],
+        unix_socket: Some("@kvferry-prefill-0".to_owned()),
+    }
+}
+
+pub(crate) fn region(
+    id: u32,
+    base: u64,
+    kind: MemoryKind,
+    key: Option<Vec<u8>>,
+) -> RegionDescription {
+    RegionDescription {
+        id,
+        base,
+        bytes: 0x1_0000,
+        kind,
+        key,
+    }
+}
+
+/// A table of 15 blocks of 4,000 bytes that ends 1,632 bytes before its region.
+pub(crate) fn table(id: u32, region: u32, layer: u32) -> TableDescription {
+    TableDescription {
+        id,
+        region,
+        offset: 2_560,
+        block_bytes: 4_000,
+        block_stride: 4_096,
+        block_count: 15,
+        group: 0,
+        layer,
+        interior: Interior {
+            layout: "NHD".to_owned(),
+            heads: 5,
+            head_stride: 100,
+            tokens: 8,
+            token_stride: 500,
+            planes: 2,
+            packing: Some("fp8-e4m3".to_owned()),
+        },
+    }
+}
+
+pub(crate) fn directory_entries() -> DirectoryReply {
+    DirectoryReply::Entries {
+        instance: Some(instance()),
+        engine: EngineId::new("prefill-0").unwrap(),
+        entries: vec![
+            (Rank { pp: 0, tp: 0 }, bare_description().encode().unwrap()),
+            (Rank { pp: 1, tp: 3 }, vec![1, 0, 0xc0]),
+        ],
+    }
+}
+
+pub(crate) fn demo_plan() -> DemoPlan {
+    DemoPlan {
+        requests: 64,
+        blocks: 32,
+        block_bytes: 131_072,
+        layers: 4,
+        seed: u64::MAX,
+    }
+}
+
+pub(crate) fn demo_offer() -> DemoOffer {
+    DemoOffer {
+        request: 3,
+        lease: lease(),
+        block_ids: vec![900, 2, 77],
+        digests: vec![u64::MAX, 0, 0x0123_4567_89ab_cdef],
+        digest: 0xfedc_ba98_7654_3210,
+    }
+}
+
+fn demo_summary() -> DemoSummary {
+    DemoSummary {
+        leases_held: 0,
+        leases_released: 60,
+        leases_expired: 3,
+        leases_revoked: 1,
+        blocks_in_use: 0,
+        quarantined_bytes: 1 << 32,
+    }
+}
