@@ -145,7 +145,11 @@ impl HelloReply {
     pub fn encode(&self) -> Result<Vec<u8>, WireError> {
         match self {
             Self::Accepted { .. } => REPLY.encode(self),
-            Self::Rejected { expects, code, reason } => REPLY.encode(&Self::Rejected {
+            Self::Rejected {
+                expects,
+                code,
+                reason,
+            } => REPLY.encode(&Self::Rejected {
                 expects: *expects,
                 code: *code,
                 reason: clean_reason(reason),

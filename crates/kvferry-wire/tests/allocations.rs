@@ -69,6 +69,7 @@ fn a_segment_is_written_and_read_without_allocating() {
     let header = SegmentHeader {
         source: incarnation,
         destination: incarnation,
+        connection: 1,
         sequence: 0,
         body,
     };

@@ -6,6 +6,7 @@ fn bytes(body: SegmentBody, payload: &[u8]) -> Vec<u8> {
     SegmentHeader {
         source: end(1),
         destination: end(2),
+        connection: u32::MAX,
         sequence: u64::MAX,
         body,
     }
@@ -15,7 +16,7 @@ fn bytes(body: SegmentBody, payload: &[u8]) -> Vec<u8> {
 
 #[test]
 fn the_header_has_the_documented_length() {
-    assert_eq!(SEGMENT_HEADER_BYTES, 60);
+    assert_eq!(SEGMENT_HEADER_BYTES, 64);
 }
 
 #[test]
@@ -69,7 +70,7 @@ fn errors_say_what_came_and_what_would_be_right() {
     );
     assert_eq!(
         Segment::parse(b"HTTP/1.1 200 OK").unwrap_err().to_string(),
-        "segment needs 60 bytes, got 15"
+        "segment needs 64 bytes, got 15"
     );
     let mut stranger = piece;
     stranger[..2].copy_from_slice(b"GE");

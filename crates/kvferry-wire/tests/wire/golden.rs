@@ -9,7 +9,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvferry_wire::WireError;
+use kvferry_wire::{SEGMENT_HEADER_BYTES, WireError};
 
 use crate::{
     roundtrip::{CHECKS, Check},
@@ -78,7 +78,9 @@ fn a_value_that_ends_early_is_refused_at_every_length() {
             let refused = check(&sample.bytes[..length]).is_err();
             let open = sample.open_from.is_some_and(|from| length >= from);
             // A piece of a message may be shorter; it is then a piece with a later neighbour.
-            let piece = sample.target == "segment" && sample.name == "message" && length > 60;
+            let piece = sample.target == "segment"
+                && sample.name == "message"
+                && length > SEGMENT_HEADER_BYTES;
             assert_eq!(
                 refused,
                 !open && !piece,
@@ -127,15 +129,18 @@ fn fixed_layouts_are_as_documented() {
     let reader = "303132333435363738393a3b3c3d3e3f2900000000000000";
     let instance = "f0efeeedecebeae9e8e7e6e5e4e3e2e1";
     let sequence = "0807060504030201";
+    let connection = "74737271";
     assert_eq!(
         hex("segment", "message"),
-        format!("6b660101{source}{destination}{sequence}09000000040000000000000000000000")
-            + "6665727279"
+        format!(
+            "6b660101{source}{destination}{sequence}{connection}09000000040000000000000000000000"
+        ) + "6665727279"
     );
     assert_eq!(
         hex("segment", "data"),
-        format!("6b660102{source}{destination}{sequence}0d0c0b0a060000000000000000010000")
-            + "6665727279"
+        format!(
+            "6b660102{source}{destination}{sequence}{connection}0d0c0b0a060000000000000000010000"
+        ) + "6665727279"
     );
     assert_eq!(hex("message", "ping"), "010300008877665544332211");
     assert_eq!(hex("message", "pong"), "010400008877665544332211");

@@ -43,6 +43,7 @@ fn segment(rest: Vec<Field>) -> Vec<Field> {
         bad([[0; 16]], "segment.source"),
         bad([[0; 16]], "segment.destination"),
         free(8),
+        free(4),
     ];
     fields.extend(rest);
     fields

@@ -199,7 +199,11 @@ fn hello_reply() -> impl Strategy<Value = HelloReply> {
     ]);
     prop_oneof![
         incarnation().prop_map(|incarnation| HelloReply::Accepted { incarnation }),
-        (code, text()).prop_map(|(code, reason)| HelloReply::Rejected { code, reason }),
+        (incarnation(), code, text()).prop_map(|(expects, code, reason)| HelloReply::Rejected {
+            expects,
+            code,
+            reason
+        }),
     ]
 }
 
@@ -221,22 +225,25 @@ fn segment() -> impl Strategy<Value = (SegmentHeader, Vec<u8>)> {
             (
                 incarnation(),
                 incarnation(),
-                any::<u64>(),
+                any::<(u64, u32)>(),
                 body(payload.len() as u32),
                 Just(payload),
             )
         })
-        .prop_map(|(source, destination, sequence, body, payload)| {
-            (
-                SegmentHeader {
-                    source,
-                    destination,
-                    sequence,
-                    body,
-                },
-                payload,
-            )
-        })
+        .prop_map(
+            |(source, destination, (sequence, connection), body, payload)| {
+                (
+                    SegmentHeader {
+                        source,
+                        destination,
+                        connection,
+                        sequence,
+                        body,
+                    },
+                    payload,
+                )
+            },
+        )
 }
 
 fn offer() -> impl Strategy<Value = DemoOffer> {

@@ -208,6 +208,7 @@ fn segment(body: SegmentBody) -> Vec<u8> {
     let header = SegmentHeader {
         source: incarnation(1),
         destination: incarnation(2),
+        connection: 0x7172_7374,
         sequence: 0x0102_0304_0506_0708,
         body,
     };
@@ -255,6 +256,7 @@ pub(crate) fn reader() -> ReaderId {
 
 fn rejection() -> HelloReply {
     HelloReply::Rejected {
+        expects: incarnation(2),
         code: HelloRejectCode::Incompatible,
         reason: "block_bytes is 8192 here and 4096 there".to_owned(),
     }
