@@ -1,0 +1,142 @@
+//! An endpoint's state: its two sides, and what must end before it is closed.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::rc::Rc;
+
+use ucx_sys::{
+    UCP_EP_CLOSE_FLAG_FORCE, UCS_MEMORY_TYPE_HOST, UCS_OK, ucp_ep_close_nbx, ucp_ep_h,
+    ucp_err_handler_t,
+};
+
+use super::callbacks::{EndpointRecord, Mailbox, on_endpoint_failure};
+use super::operations::{Operation, Operations, Submitted};
+use super::status;
+use super::worker::Worker;
+use crate::error::FabricError;
+use crate::fabric::EndpointId;
+
+/// Which of an endpoint's two UCX endpoints.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Side {
+    /// The one in the message context.
+    Message,
+    /// The one in the data context.
+    Data,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Side {
+    /// The side, as the subject of an error.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Message => "message endpoint",
+            Self::Data => "data endpoint",
+        }
+    }
+}
+
+/// A UCX endpoint. Not closed by dropping it: see [`Link::close`].
+pub(super) struct Link {
+    handle: ucp_ep_h,
+    /// UCX's error handler points to it.
+    _record: Rc<EndpointRecord>,
+}
+
+impl Link {
+    pub(super) fn create(
+        worker: &Worker,
+        endpoint: EndpointId,
+        side: Side,
+        address: &[u8],
+        mailbox: &Rc<Mailbox>,
+    ) -> Result<Self, FabricError> {
+        let record = Rc::new(EndpointRecord {
+            endpoint,
+            side,
+            mailbox: Rc::clone(mailbox),
+        });
+        let handler = ucp_err_handler_t {
+            cb: Some(on_endpoint_failure),
+            arg: Rc::as_ptr(&record).cast::<c_void>().cast_mut(),
+        };
+        let handle = worker.create_endpoint(address, handler)?;
+        Ok(Self {
+            handle,
+            _record: record,
+        })
+    }
+
+    pub(super) fn handle(&self) -> ucp_ep_h {
+        self.handle
+    }
+
+    /// Starts a forced close; true if it goes on and an event will tell. The handle is not used
+    /// again.
+    fn close(&self, endpoint: EndpointId, operations: &mut Operations) -> bool {
+        let close = Operation::Close { endpoint };
+        let submitted = operations.submit(
+            close,
+            UCP_EP_CLOSE_FLAG_FORCE,
+            UCS_MEMORY_TYPE_HOST,
+            |_, param| {
+                // SAFETY: the endpoint is live: it is closed once, as its `Endpoint` sees to.
+                unsafe { ucp_ep_close_nbx(self.handle, param) }
+            },
+        );
+        match submitted {
+            Submitted::Pending => true,
+            Submitted::Ended(_, result) => {
+                if result != UCS_OK {
+                    tracing::warn!(?endpoint, status = status::text(result), "closing failed");
+                }
+                false
+            }
+        }
+    }
+}
+
+/// How far an endpoint's life has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// In use.
+    Open,
+    /// Failed, which was reported; nothing is posted on it any more.
+    Failed,
+    /// Closed by the caller; its operations are ending.
+    Closing,
+}
+
+/// An endpoint of the fabric.
+pub(super) struct Endpoint {
+    pub(super) message: Link,
+    pub(super) data: Option<Link>,
+    pub(super) phase: Phase,
+    /// Operations that UCX has not ended, the closing ones included.
+    pub(super) pending: usize,
+}
+
+impl Endpoint {
+    pub(super) fn close(&mut self, endpoint: EndpointId, operations: &mut Operations) {
+        if self.phase == Phase::Closing {
+            return;
+        }
+        self.phase = Phase::Closing;
+        for link in [Some(&self.message), self.data.as_ref()]
+            .into_iter()
+            .flatten()
+        {
+            self.pending += usize::from(link.close(endpoint, operations));
+        }
+    }
+
+    /// Whether everything on it has ended.
+    pub(super) fn is_closed(&self) -> bool {
+        self.phase == Phase::Closing && self.pending == 0
+    }
+}

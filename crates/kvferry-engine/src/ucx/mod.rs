@@ -1,0 +1,533 @@
+//! The fabric over UCX.
+//!
+//! Responsible for every UCX call of kvferry and for the life of every UCX object. Not responsible
+//! for peers, sequence or retries: it carries segments and reads between endpoints, and says what
+//! became of each.
+//!
+//! There are two contexts. The *message context* has active messages only. The *data context* has
+//! RMA; it exists only if emulated reads were allowed.
+//!
+//! Invariants: UCX objects are used on the thread that made the fabric only (the type is not
+//! `Send`), none after its worker is destroyed, and every operation that UCX took is reported once.
+#![allow(unsafe_code)]
+
+mod callbacks;
+mod endpoint;
+mod log;
+mod memory;
+mod operations;
+mod settings;
+mod status;
+mod transports;
+mod worker;
+
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::os::fd::BorrowedFd;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+
+use kvferry_wire::{Addresses, UcxVersion};
+use ucx_sys::{
+    UCP_AM_SEND_FLAG_EAGER, UCS_MEMORY_TYPE_HOST, UCS_OK, features, ucp_am_send_nbx, ucp_get_nbx,
+    ucs_status_t,
+};
+
+use self::callbacks::{Event, Mailbox};
+use self::endpoint::{Endpoint, Link, Phase, Side};
+use self::memory::{Memory, memory_type};
+use self::operations::{Operation, Operations, Submitted};
+use self::settings::TcpSegments;
+use self::worker::{MESSAGE_ID, Purpose, Worker};
+use crate::fabric::{
+    Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
+    ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
+};
+use crate::memory::MemoryRegion;
+
+/// How long dropping a fabric that was not shut down waits for its operations.
+const DROP_LIMIT: Duration = Duration::from_millis(500);
+
+/// Why there is no data context without emulation.
+const NO_DATA_CONTEXT: &str = "no data context: transports with a real GET are not looked for yet, \
+    and emulated reads need allow_emulation";
+
+struct Workers {
+    message: Worker,
+    data: Option<Worker>,
+}
+
+impl Workers {
+    fn iter(&self) -> impl Iterator<Item = &Worker> {
+        [Some(&self.message), self.data.as_ref()]
+            .into_iter()
+            .flatten()
+    }
+}
+
+/// The fabric over UCX.
+pub struct UcxFabric {
+    capabilities: Capabilities,
+    addresses: Addresses,
+    /// `None` once shut down.
+    workers: Option<Workers>,
+    endpoints: HashMap<EndpointId, Endpoint>,
+    /// Endpoints that may have become closed without an event.
+    closing: Vec<EndpointId>,
+    memory: Memory,
+    operations: Operations,
+    mailbox: Rc<Mailbox>,
+}
+
+impl UcxFabric {
+    /// Makes the contexts and their workers, on the thread that will progress them.
+    ///
+    /// With `allow_emulation` there is a data context, whose reads are answered by the peer's
+    /// progress thread. Without, there is none, as no transport with a real GET is looked for yet.
+    ///
+    /// # Errors
+    /// What UCX refuses, with the transports in force: among others a `UCX_TLS` over which no other
+    /// process could be reached.
+    pub fn new(allow_emulation: bool) -> Result<Self, FabricError> {
+        log::take_over();
+        let mailbox = Rc::new(Mailbox::default());
+        let message = Worker::new(Purpose::Messages, Rc::clone(&mailbox))?;
+        message.check_reachable()?;
+        let (data, native) = if allow_emulation {
+            (
+                Some(Worker::new(Purpose::Data, Rc::clone(&mailbox))?),
+                NativeReads::Emulated,
+            )
+        } else {
+            (None, NativeReads::Unavailable(NO_DATA_CONTEXT.to_owned()))
+        };
+        let version = features().version;
+        let capabilities = Capabilities {
+            name: "ucx",
+            ucx: Some(UcxVersion {
+                major: version.major,
+                minor: version.minor,
+                release: version.release,
+            }),
+            max_segment_bytes: TcpSegments::from_environment().payload(),
+            native,
+        };
+        let addresses = Addresses {
+            message: message.address().to_vec(),
+            data: data.as_ref().map(|worker| worker.address().to_vec()),
+        };
+        Ok(Self {
+            capabilities,
+            addresses,
+            workers: Some(Workers { message, data }),
+            endpoints: HashMap::new(),
+            closing: Vec::new(),
+            memory: Memory::default(),
+            operations: Operations::new(Rc::clone(&mailbox)),
+            mailbox,
+        })
+    }
+
+    /// An endpoint on which something can be posted.
+    fn open(
+        &mut self,
+        call: &'static str,
+        endpoint: EndpointId,
+    ) -> Result<(&mut Endpoint, &mut Operations, &mut Memory), FabricError> {
+        let found = self.endpoints.get_mut(&endpoint);
+        let reason = match found.as_ref().map(|endpoint| endpoint.phase) {
+            Some(Phase::Open) => "",
+            Some(Phase::Failed) => "the endpoint has failed",
+            Some(Phase::Closing) => "the endpoint is being closed",
+            None => "there is no such endpoint",
+        };
+        match found {
+            Some(found) if reason.is_empty() => Ok((found, &mut self.operations, &mut self.memory)),
+            _ => Err(FabricError::new(
+                call,
+                format!("{reason} (number {})", endpoint.0),
+            )),
+        }
+    }
+
+    fn handle(&mut self, event: Event, sink: &mut dyn Sink) {
+        match event {
+            Event::Ended { operation, status } => {
+                if let Some(operation) = self.operations.take(operation) {
+                    self.ended(operation, status, sink);
+                }
+            }
+            Event::Failed {
+                endpoint,
+                side,
+                status,
+            } => {
+                // Both sides fail with their peer; the first is news.
+                if let Some(found) = self.endpoints.get_mut(&endpoint)
+                    && found.phase == Phase::Open
+                {
+                    found.phase = Phase::Failed;
+                    sink.endpoint_failed(endpoint, status::error(side.name(), status));
+                }
+            }
+            Event::Protocol(what) => sink.protocol_error(what),
+            Event::Segment(bytes) => sink.segment(&bytes),
+        }
+    }
+
+    fn ended(&mut self, operation: Operation, status: ucs_status_t, sink: &mut dyn Sink) {
+        let endpoint = operation.endpoint();
+        if let Some(found) = self.endpoints.get_mut(&endpoint) {
+            found.pending = found.pending.saturating_sub(1);
+            if found.is_closed() {
+                self.closing.push(endpoint);
+            }
+        }
+        report(operation, |call| status::check(call, status), sink);
+    }
+
+    /// Reports endpoints whose last operation has ended.
+    fn report_closed(&mut self, sink: &mut dyn Sink) -> bool {
+        let mut any = false;
+        for endpoint in std::mem::take(&mut self.closing) {
+            if self
+                .endpoints
+                .get(&endpoint)
+                .is_some_and(Endpoint::is_closed)
+            {
+                any = true;
+                self.endpoints.remove(&endpoint);
+                self.memory.forget_keys(endpoint);
+                sink.closed(endpoint);
+            }
+        }
+        any
+    }
+
+    fn close_all(&mut self) {
+        let endpoints: Vec<EndpointId> = self.endpoints.keys().copied().collect();
+        for endpoint in endpoints {
+            self.close(endpoint);
+        }
+    }
+
+    /// Destroys the workers, and reports what they had not ended by then.
+    fn end(&mut self, sink: &mut dyn Sink) {
+        let Some(workers) = self.workers.take() else {
+            return;
+        };
+        let open = self.operations.len();
+        if open > 0 {
+            tracing::warn!(
+                open,
+                "operations were still under way; their worker is destroyed"
+            );
+        }
+        drop(workers.message);
+        if let Some(data) = workers.data {
+            self.memory.end(&data.end());
+        }
+        while let Some(event) = self.mailbox.pop() {
+            self.handle(event, sink);
+        }
+        for operation in self.operations.take_all() {
+            let ended = |call| Err(FabricError::new(call, "the fabric was shut down"));
+            report(operation, ended, sink);
+        }
+        self.report_closed(sink);
+        for (endpoint, _) in self.endpoints.drain() {
+            sink.closed(endpoint);
+        }
+    }
+}
+
+fn report(
+    operation: Operation,
+    result: impl FnOnce(&'static str) -> Result<(), FabricError>,
+    sink: &mut dyn Sink,
+) {
+    match operation {
+        Operation::Send { endpoint, buffer } => {
+            sink.sent(endpoint, buffer, result("ucp_am_send_nbx"));
+        }
+        Operation::Read { token, .. } => sink.read_done(token, result("ucp_get_nbx")),
+        // That the endpoint is closed is said when its last operation has ended.
+        Operation::Close { endpoint } => {
+            if let Err(error) = result("ucp_ep_close_nbx") {
+                tracing::debug!(?endpoint, %error, "an endpoint was closed after a failure");
+            }
+        }
+    }
+}
+
+impl Fabric for UcxFabric {
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn addresses(&self) -> Addresses {
+        self.addresses.clone()
+    }
+
+    fn register(&mut self, memory: &MemoryRegion) -> Result<Registered, FabricError> {
+        let workers = self.workers.as_ref().ok_or_else(|| shut_down("register"))?;
+        self.memory
+            .register(memory, workers.data.as_ref().map(Worker::context))
+    }
+
+    fn deregister(&mut self, region: RegionHandle) {
+        if let Some(workers) = &self.workers {
+            self.memory
+                .deregister(region, workers.data.as_ref().map(Worker::context));
+        }
+    }
+
+    fn connect(&mut self, endpoint: EndpointId, to: &Addresses) -> Result<(), FabricError> {
+        let workers = self.workers.as_ref().ok_or_else(|| shut_down("connect"))?;
+        if self.endpoints.contains_key(&endpoint) {
+            let reason = format!("endpoint number {} is in use already", endpoint.0);
+            return Err(FabricError::new("connect", reason));
+        }
+        let link =
+            |worker, side, address| Link::create(worker, endpoint, side, address, &self.mailbox);
+        let message = link(&workers.message, Side::Message, &to.message)?;
+        let data = workers.data.as_ref().zip(to.data.as_ref()).and_then(|(worker, address)| {
+            link(worker, Side::Data, address)
+                .inspect_err(|error| {
+                    tracing::warn!(?endpoint, %error, "no data endpoint: the peer has no native lane");
+                })
+                .ok()
+        });
+        self.endpoints.insert(
+            endpoint,
+            Endpoint {
+                message,
+                data,
+                phase: Phase::Open,
+                pending: 0,
+            },
+        );
+        Ok(())
+    }
+
+    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool {
+        let found = self.endpoints.get(&endpoint);
+        found.is_some_and(|found| found.phase == Phase::Open && found.data.is_some())
+    }
+
+    fn transports(&self, endpoint: EndpointId) -> String {
+        let Some(found) = self
+            .endpoints
+            .get(&endpoint)
+            .filter(|it| it.phase == Phase::Open)
+        else {
+            return "none: the endpoint has failed or is closed".to_owned();
+        };
+        // SAFETY: the endpoint is open, so neither link was closed and no failure was reported;
+        // both belong to workers of this thread.
+        let of = |link: &Link| unsafe { transports::of(link.handle()) };
+        let message = of(&found.message);
+        match &found.data {
+            Some(data) => format!("messages over {message}, data over {}", of(data)),
+            None => format!("messages over {message}"),
+        }
+    }
+
+    fn send(
+        &mut self,
+        endpoint: EndpointId,
+        buffer: SendBuffer,
+    ) -> Result<Posted<SendBuffer>, (SendBuffer, FabricError)> {
+        const CALL: &str = "ucp_am_send_nbx";
+        let (found, operations, _) = match self.open(CALL, endpoint) {
+            Ok(open) => open,
+            Err(error) => return Err((buffer, error)),
+        };
+        let link = found.message.handle();
+        let send = Operation::Send { endpoint, buffer };
+        let submitted = operations.submit(
+            send,
+            UCP_AM_SEND_FLAG_EAGER,
+            UCS_MEMORY_TYPE_HOST,
+            |send, param| {
+                let segment = match send {
+                    Operation::Send { buffer, .. } => buffer.segment(),
+                    Operation::Read { .. } | Operation::Close { .. } => &[],
+                };
+                let (bytes, count) = (segment.as_ptr().cast(), segment.len());
+                // SAFETY: the endpoint is open. The bytes are in their place and are not moved,
+                // changed or dropped before the operation has ended. There is no header.
+                unsafe {
+                    ucp_am_send_nbx(link, MESSAGE_ID, std::ptr::null(), 0, bytes, count, param)
+                }
+            },
+        );
+        match submitted {
+            Submitted::Ended(Operation::Send { buffer, .. }, UCS_OK) => Ok(Posted::Done(buffer)),
+            Submitted::Ended(Operation::Send { buffer, .. }, failed) => {
+                Err((buffer, status::error(CALL, failed)))
+            }
+            Submitted::Ended(..) | Submitted::Pending => {
+                found.pending += 1;
+                Ok(Posted::Pending)
+            }
+        }
+    }
+
+    fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError> {
+        const CALL: &str = "ucp_ep_rkey_unpack";
+        let (found, _, memory) = self.open(CALL, endpoint)?;
+        let link = found
+            .data
+            .as_ref()
+            .ok_or_else(|| no_data_endpoint(CALL, endpoint))?;
+        memory.import_key(endpoint, link, key)
+    }
+
+    fn read(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        operation: &ReadOperation<'_>,
+    ) -> Result<Posted<()>, FabricError> {
+        const CALL: &str = "ucp_get_nbx";
+        let (found, operations, memory) = self.open(CALL, endpoint)?;
+        let link = found
+            .data
+            .as_ref()
+            .ok_or_else(|| no_data_endpoint(CALL, endpoint))?
+            .handle();
+        let key = memory.key(CALL, operation.key, endpoint)?;
+        memory.check_registered(CALL, operation.local_handle)?;
+        let local = operation
+            .local
+            .pointer(operation.local_offset, operation.bytes)
+            .map_err(|error| FabricError::new(CALL, error.to_string()))?;
+        let kind = memory_type(operation.local.kind());
+        let bytes = operation.bytes as usize;
+        let read = Operation::Read { endpoint, token };
+        let submitted = operations.submit(read, 0, kind, |_, param| {
+            // SAFETY: the endpoint is open and the key is one of its own. The local bytes are inside
+            // their region (checked), which the caller keeps until the report.
+            unsafe {
+                ucp_get_nbx(
+                    link,
+                    local.as_ptr().cast(),
+                    bytes,
+                    operation.remote_address,
+                    key,
+                    param,
+                )
+            }
+        });
+        match submitted {
+            Submitted::Pending => {
+                found.pending += 1;
+                Ok(Posted::Pending)
+            }
+            Submitted::Ended(_, UCS_OK) => Ok(Posted::Done(())),
+            Submitted::Ended(_, failed) => Err(status::error(CALL, failed)),
+        }
+    }
+
+    fn close(&mut self, endpoint: EndpointId) {
+        let Some(found) = self.endpoints.get_mut(&endpoint) else {
+            return;
+        };
+        found.close(endpoint, &mut self.operations);
+        if found.is_closed() {
+            self.closing.push(endpoint);
+        }
+    }
+
+    fn progress(&mut self, sink: &mut dyn Sink) -> bool {
+        let Some(workers) = &self.workers else {
+            return false;
+        };
+        let mut busy = self.mailbox.listening(&mut *sink, || {
+            // Both, whatever the first says.
+            workers
+                .iter()
+                .fold(false, |busy, worker| worker.progress() | busy)
+        });
+        while let Some(event) = self.mailbox.pop() {
+            busy = true;
+            self.handle(event, sink);
+        }
+        self.report_closed(sink) || busy
+    }
+
+    fn arm(&mut self) -> Armed {
+        let Some(workers) = &self.workers else {
+            return Armed::Idle;
+        };
+        let idle = self.mailbox.is_empty()
+            && self.closing.is_empty()
+            && workers.iter().all(Worker::arm)
+            && self.mailbox.is_empty();
+        if idle { Armed::Idle } else { Armed::Busy }
+    }
+
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.workers
+            .iter()
+            .flat_map(Workers::iter)
+            .map(Worker::event_fd)
+            .collect()
+    }
+
+    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) {
+        self.close_all();
+        while self.workers.is_some() && !self.endpoints.is_empty() && Instant::now() < deadline {
+            if !self.progress(sink) {
+                // The ends of operations have no event of their own in every transport.
+                std::thread::yield_now();
+            }
+        }
+        self.end(sink);
+    }
+}
+
+impl Drop for UcxFabric {
+    fn drop(&mut self) {
+        if self.workers.is_some() {
+            self.shutdown(&mut Nobody, Instant::now() + DROP_LIMIT);
+        }
+    }
+}
+
+impl fmt::Debug for UcxFabric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("UcxFabric")
+            .field("capabilities", &self.capabilities)
+            .field("endpoints", &self.endpoints.len())
+            .field("operations", &self.operations.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A sink for a fabric that is dropped: nobody is interested any more.
+struct Nobody;
+
+impl Sink for Nobody {
+    fn segment(&mut self, _bytes: &[u8]) {}
+    fn sent(&mut self, _: EndpointId, _: SendBuffer, _: Result<(), FabricError>) {}
+    fn read_done(&mut self, _: ReadToken, _: Result<(), FabricError>) {}
+    fn endpoint_failed(&mut self, _: EndpointId, _: FabricError) {}
+    fn closed(&mut self, _: EndpointId) {}
+    fn protocol_error(&mut self, _: &'static str) {}
+}
+
+fn shut_down(call: &'static str) -> FabricError {
+    FabricError::new(call, "the fabric was shut down")
+}
+
+fn no_data_endpoint(call: &'static str, endpoint: EndpointId) -> FabricError {
+    FabricError::new(
+        call,
+        format!("endpoint number {} has no data side", endpoint.0),
+    )
+}

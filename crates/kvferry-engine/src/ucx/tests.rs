@@ -1,0 +1,1 @@
+//! The fabric over the UCX that is loaded.
