@@ -36,6 +36,7 @@ die() {
 # --- Debian packages ---------------------------------------------------------------
 
 apt_wanted=()
+apt_updated=''
 
 # want PACKAGE PURPOSE CHECK...: notes PACKAGE for install_wanted if CHECK fails.
 want() {
@@ -65,11 +66,23 @@ install_wanted() {
         fi
     fi
     local apt=("${as_root[@]}" env DEBIAN_FRONTEND=noninteractive
-        apt-get -qq -o Acquire::Retries=3 -o Dpkg::Use-Pty=0)
-    note "apt-get update"
-    "${apt[@]}" update </dev/null >&2 || note "apt-get update failed; trying with the old lists"
+        apt-get -qq -o Acquire::Retries=3 -o DPkg::Lock::Timeout=300)
+    if [[ -z $apt_updated ]]; then
+        apt_updated=yes
+        note "apt-get update"
+        quietly "${apt[@]}" update || note "apt-get update failed; trying with the old lists"
+    fi
     note "apt-get install -y --no-install-recommends ${packages[*]}"
-    "${apt[@]}" install -y --no-install-recommends "${packages[@]}" </dev/null >&2
+    quietly "${apt[@]}" install -y --no-install-recommends "${packages[@]}"
+}
+
+# quietly COMMAND...: its output is shown only if it fails.
+quietly() {
+    local output
+    if ! output=$("$@" 2>&1 </dev/null); then
+        printf '%s\n' "$output" >&2
+        return 1
+    fi
 }
 
 have_cc() { cc -xc - -o /dev/null <<<'#include <stdio.h>
