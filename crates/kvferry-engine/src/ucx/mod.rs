@@ -41,7 +41,7 @@ use self::endpoint::{Endpoint, Link, Phase, Side};
 use self::memory::{Memory, memory_type};
 use self::operations::{Operation, Operations, Submitted};
 use self::settings::TcpSegments;
-use self::worker::{MESSAGE_ID, Purpose, Worker};
+use self::worker::{MESSAGE_ID, Purpose, Settings, Worker};
 use crate::fabric::{
     Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
     ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
@@ -92,15 +92,17 @@ impl UcxFabric {
     /// What UCX refuses, with the transports in force: among others a `UCX_TLS` over which no other
     /// process could be reached.
     pub fn new(allow_emulation: bool) -> Result<Self, FabricError> {
+        Self::with_settings(allow_emulation, &[])
+    }
+
+    fn with_settings(allow_emulation: bool, settings: Settings<'_>) -> Result<Self, FabricError> {
         log::take_over();
         let mailbox = Rc::new(Mailbox::default());
-        let message = Worker::new(Purpose::Messages, Rc::clone(&mailbox))?;
+        let worker = |purpose| Worker::new(purpose, settings, Rc::clone(&mailbox));
+        let message = worker(Purpose::Messages)?;
         message.check_reachable()?;
         let (data, native) = if allow_emulation {
-            (
-                Some(Worker::new(Purpose::Data, Rc::clone(&mailbox))?),
-                NativeReads::Emulated,
-            )
+            (Some(worker(Purpose::Data)?), NativeReads::Emulated)
         } else {
             (None, NativeReads::Unavailable(NO_DATA_CONTEXT.to_owned()))
         };

@@ -23,6 +23,9 @@ pub(super) const MESSAGE_ID: u32 = 1;
 /// Rounds of one [`Worker::progress`]; bounds how long it keeps others waiting.
 const MAX_ROUNDS: usize = 64;
 
+/// Settings of UCX on top of the environment: names without `UCX_`, and values.
+pub(super) type Settings<'a> = &'a [(&'a CStr, &'a CStr)];
+
 /// What a context is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Purpose {
@@ -53,8 +56,7 @@ impl Configuration {
         Ok(Self(config))
     }
 
-    fn set(&mut self, name: &CStr, value: u64) {
-        let value = CString::new(value.to_string()).unwrap_or_default();
+    fn set(&mut self, name: &CStr, value: &CStr) {
         // SAFETY: the configuration is live; both strings are NUL-terminated and copied.
         let result = unsafe { ucp_config_modify(self.0, name.as_ptr(), value.as_ptr()) };
         if result != UCS_OK {
@@ -106,14 +108,17 @@ pub(super) struct Context {
 }
 
 impl Context {
-    fn new(purpose: Purpose) -> Result<Self, FabricError> {
+    fn new(purpose: Purpose, settings: Settings<'_>) -> Result<Self, FabricError> {
         let segments = TcpSegments::from_environment();
         let keys = features().tcp_segments;
         let mut config = Configuration::read()?;
-        for (name, value) in [(keys.tx, segments.set_tx), (keys.rx, segments.set_rx)] {
-            if let Some(value) = value {
-                config.set(name, value);
+        for (name, bytes) in [(keys.tx, segments.set_tx), (keys.rx, segments.set_rx)] {
+            if let Some(bytes) = bytes {
+                config.set(name, &CString::new(bytes.to_string()).unwrap_or_default());
             }
+        }
+        for (name, value) in settings {
+            config.set(name, value);
         }
         let transports = config.transports();
         let params = ucp_params_t {
@@ -164,8 +169,12 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    pub(super) fn new(purpose: Purpose, mailbox: Rc<Mailbox>) -> Result<Self, FabricError> {
-        let context = Context::new(purpose)?;
+    pub(super) fn new(
+        purpose: Purpose,
+        settings: Settings<'_>,
+        mailbox: Rc<Mailbox>,
+    ) -> Result<Self, FabricError> {
+        let context = Context::new(purpose, settings)?;
         let handle = create(&context)?;
         let mut event_fd = -1;
         // SAFETY: the worker is live and its context has the wake-up feature.

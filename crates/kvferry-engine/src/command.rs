@@ -1,0 +1,65 @@
+//! What handles ask of the progress thread.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::Sender;
+use kvferry_wire::Description;
+
+use crate::error::{ConnectError, FabricError, TransferError};
+use crate::fabric::Registered;
+use crate::lane::LaneChoice;
+use crate::memory::MemoryRegion;
+use crate::peer::PeerShared;
+use crate::region::RegionInner;
+use crate::service::PeerId;
+use crate::transfer::ReadCommand;
+
+pub(crate) enum Command {
+    Register { memory: MemoryRegion, reply: Sender<Result<Registered, FabricError>> },
+    Release(ReleaseRegion),
+    Connect(Box<ConnectCommand>),
+    Disconnect { peer: PeerId },
+    Read(Box<ReadCommand>),
+    /// Slot and generation are known to the cell's owner only after the start, so a transfer is
+    /// cancelled by its own number.
+    Cancel { transfer: u64 },
+    Send { peer: PeerId, channel: u16, payload: Vec<u8> },
+    WakeServices,
+    Shutdown { deadline: Instant, reply: Sender<()> },
+}
+
+impl Command {
+    /// Answers a command that came after the end of the engine.
+    pub(crate) fn refuse(self) {
+        match self {
+            Self::Read(command) => {
+                command.cell.complete(Err(TransferError::Stopped));
+                command.cell.quiesce();
+            }
+            Self::Connect(command) => {
+                let stopped = ConnectError::Engine("the engine has been shut down".into());
+                let _ = command.reply.send(Err(stopped));
+            }
+            Self::Release(ReleaseRegion { waiter: Some((_, reply)), .. }) => {
+                // Nothing of a stopped engine touches memory.
+                let _ = reply.send(0);
+            }
+            // Dropping the others closes their answer channels, which reads as "stopped".
+            _ => {}
+        }
+    }
+}
+
+pub(crate) struct ReleaseRegion {
+    pub(crate) region: Arc<RegionInner>,
+    /// Until when somebody waits, and where the number of operations left goes.
+    pub(crate) waiter: Option<(Instant, Sender<u64>)>,
+}
+
+pub(crate) struct ConnectCommand {
+    pub(crate) description: Arc<Description>,
+    pub(crate) lane: LaneChoice,
+    pub(crate) timeout: Duration,
+    pub(crate) reply: Sender<Result<Arc<PeerShared>, ConnectError>>,
+}

@@ -1,0 +1,336 @@
+//! The engine's handle: start, memory, tables, peers, shutdown.
+
+use std::fmt;
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::bounded;
+use kvferry_wire::description::MAX_TABLES;
+use kvferry_wire::{Description, Incarnation, MemoryKind, UcxVersion, check_table};
+
+use crate::command::{Command, ConnectCommand};
+use crate::config::EngineConfig;
+use crate::counters::CounterSnapshot;
+use crate::error::{ConnectError, EngineError, RegisterError, TableError};
+use crate::fabric::{Fabric, FabricError};
+use crate::lane::LaneChoice;
+use crate::memory::{Inserted, MemoryRegion};
+use crate::peer::Peer;
+use crate::progress::Progress;
+use crate::region::{Region, RegionInner};
+use crate::service::Service;
+use crate::shared::{Shared, Started};
+use crate::table::{LocalTable, Table, TableSpec};
+
+/// A transfer engine: one progress thread, its regions, its peers.
+///
+/// A handle is cheap to clone, `Send` and `Sync`. The engine lives until [`shutdown`](Self::shutdown)
+/// or until the last handle is dropped; it does not survive `fork`.
+#[derive(Clone)]
+pub struct Engine {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    shared: Arc<Shared>,
+    next_transfer: Arc<AtomicU64>,
+}
+
+/// Collects what an engine is started with.
+pub struct EngineBuilder {
+    config: EngineConfig,
+    services: Vec<(u16, Box<dyn Service>)>,
+}
+
+impl EngineBuilder {
+    /// Adds a service for a channel. A later service for the same channel replaces an earlier one.
+    #[must_use]
+    pub fn service(mut self, channel: u16, service: Box<dyn Service>) -> Self {
+        self.services.retain(|(other, _)| *other != channel);
+        self.services.push((channel, service));
+        self
+    }
+
+    /// Starts an engine over UCX.
+    ///
+    /// # Errors
+    /// [`EngineError`]: a configured value out of range, or what UCX says, with the transport list in
+    /// force.
+    pub fn start(self) -> Result<Engine, EngineError> {
+        let allow_emulation = self.config.allow_emulation;
+        self.start_on(move || crate::ucx::UcxFabric::new(allow_emulation))
+    }
+
+    /// Starts an engine over a fabric that `make` makes, on the progress thread.
+    ///
+    /// # Errors
+    /// [`EngineError`]: a configured value out of range, or `make`'s error.
+    pub fn start_on<F, M>(self, make: M) -> Result<Engine, EngineError>
+    where
+        F: Fabric + 'static,
+        M: FnOnce() -> Result<F, FabricError> + Send + 'static,
+    {
+        self.config.validate()?;
+        let shared = Arc::new(Shared::new(self.config)?);
+        let (sender, receiver) = bounded(1);
+        let for_thread = Arc::clone(&shared);
+        let services = self.services;
+        std::thread::Builder::new()
+            .name("kvferry-progress".into())
+            .spawn(move || {
+                let fabric = match make() {
+                    Ok(fabric) => fabric,
+                    Err(error) => {
+                        for_thread.mark_stopped();
+                        let _ = sender.send(Err(EngineError::Fabric(error)));
+                        return;
+                    }
+                };
+                let started = Started {
+                    capabilities: fabric.capabilities().clone(),
+                    addresses: fabric.addresses(),
+                };
+                // Set once, here, before anybody can ask.
+                let _ = for_thread.started.set(started);
+                match Progress::new(fabric, for_thread, services) {
+                    Ok(progress) => {
+                        let _ = sender.send(Ok(()));
+                        progress.run();
+                    }
+                    Err(error) => {
+                        let _ = sender.send(Err(error));
+                    }
+                }
+            })
+            .map_err(|source| EngineError::System { step: "starting a thread", source })?;
+        let patience = shared.config.command_timeout;
+        Shared::answer(&receiver, "its start", patience)??;
+        Ok(Engine { inner: Arc::new(Inner { shared, next_transfer: Arc::default() }) })
+    }
+}
+
+impl Engine {
+    /// Begins to set up an engine.
+    #[must_use]
+    pub fn builder(config: EngineConfig) -> EngineBuilder {
+        EngineBuilder { config, services: Vec::new() }
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+
+    /// This life of the engine.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        self.shared().incarnation
+    }
+
+    /// The engine's configuration.
+    #[must_use]
+    pub fn config(&self) -> &EngineConfig {
+        &self.shared().config
+    }
+
+    /// The UCX that is loaded; `None` over another fabric.
+    #[must_use]
+    pub fn ucx_version(&self) -> Option<UcxVersion> {
+        self.shared().ucx_version()
+    }
+
+    /// The engine's counters now.
+    #[must_use]
+    pub fn counters(&self) -> CounterSnapshot {
+        self.shared().counters.snapshot()
+    }
+
+    /// Registers memory. The same range again is one registration, counted.
+    ///
+    /// # Errors
+    /// [`RegisterError`], with address, length, kind and cause.
+    pub fn register(&self, memory: &MemoryRegion) -> Result<Region, RegisterError> {
+        let shared = self.shared();
+        shared.check()?;
+        let _turn = shared.registering.lock().unwrap_or_else(PoisonError::into_inner);
+        let (kind, address, bytes) = (memory.kind(), memory.address(), memory.bytes());
+        let id = {
+            let mut catalog = shared.catalog();
+            let id = catalog.next_region;
+            let found = catalog.map.insert(kind, address, bytes, id).map_err(
+                |(other_address, other_bytes)| RegisterError::Overlap {
+                    address,
+                    bytes,
+                    kind,
+                    other_address,
+                    other_bytes,
+                },
+            )?;
+            match found {
+                Inserted::New => {
+                    catalog.next_region += 1;
+                    id
+                }
+                Inserted::Again(id) => {
+                    let inner = catalog.region(id).cloned();
+                    // Registrations take turns, so what is in the map is in the list.
+                    let inner = inner.ok_or(EngineError::Stopped)?;
+                    return Ok(self.region(inner));
+                }
+            }
+        };
+        let result = self.register_new(memory);
+        let mut catalog = shared.catalog();
+        match result {
+            Ok(registered) => {
+                let inner = Arc::new(RegionInner::new(
+                    id,
+                    memory.clone(),
+                    registered.handle,
+                    registered.key,
+                ));
+                catalog.regions.push(Arc::clone(&inner));
+                drop(catalog);
+                Ok(self.region(inner))
+            }
+            Err(error) => {
+                catalog.map.remove(kind, address);
+                Err(error)
+            }
+        }
+    }
+
+    fn register_new(
+        &self,
+        memory: &MemoryRegion,
+    ) -> Result<crate::fabric::Registered, RegisterError> {
+        let (kind, address, bytes) = (memory.kind(), memory.address(), memory.bytes());
+        if kind == MemoryKind::Host {
+            memory.check_mapped().map_err(|error| RegisterError::NotMapped {
+                address,
+                bytes,
+                kind,
+                status: error.to_string(),
+            })?;
+        }
+        let patience = self.shared().config.command_timeout;
+        let region = memory.clone();
+        self.shared()
+            .ask("a registration", patience, |reply| Command::Register { memory: region, reply })?
+            .map_err(|source| RegisterError::Fabric { address, bytes, kind, source })
+    }
+
+    fn region(&self, inner: Arc<RegionInner>) -> Region {
+        Region { inner, shared: Arc::clone(self.shared()), released: false }
+    }
+
+    /// Adds a table of blocks inside a region; peers that connect from now on learn of it.
+    ///
+    /// # Errors
+    /// [`TableError`] naming the size that is zero or does not fit.
+    pub fn add_table(&self, region: &Region, spec: TableSpec) -> Result<Table, TableError> {
+        let mut catalog = self.shared().catalog();
+        let known = catalog.region(region.id());
+        if !known.is_some_and(|known| Arc::ptr_eq(known, &region.inner)) {
+            return Err(TableError::ForeignRegion { region: region.id() });
+        }
+        let count = catalog.tables.len();
+        if count >= MAX_TABLES {
+            return Err(TableError::TooMany { count, max: MAX_TABLES });
+        }
+        let description = spec.describe(catalog.next_table, region.id());
+        check_table(&description, region.memory().bytes())?;
+        catalog.next_table += 1;
+        let table =
+            Table(Arc::new(LocalTable { description, region: Arc::clone(&region.inner) }));
+        catalog.tables.push(table.clone());
+        Ok(table)
+    }
+
+    /// What peers need to connect: addresses, regions and tables as they are now. Its size depends
+    /// on the number of regions and tables, not on the number of blocks.
+    ///
+    /// # Errors
+    /// [`EngineError::Stopped`].
+    pub fn describe(&self) -> Result<Description, EngineError> {
+        self.shared().check()?;
+        self.shared().describe().ok_or(EngineError::Stopped)
+    }
+
+    /// Connects to a peer and waits until it has answered the greeting, at most `connect_timeout`
+    /// of the configuration. A peer that is connected already is returned as it is, unless another
+    /// lane is asked for. Not for an engine's or a scheduler's hot thread.
+    ///
+    /// # Errors
+    /// [`ConnectError`] naming the peer and the cause.
+    pub fn connect(
+        &self,
+        description: Description,
+        lane: LaneChoice,
+    ) -> Result<Peer, ConnectError> {
+        let shared = self.shared();
+        let bad = |reason: String| ConnectError::BadDescription { reason };
+        if description.incarnation == shared.incarnation {
+            return Err(bad("it is this engine's own".into()));
+        }
+        description.validate().map_err(|error| bad(error.to_string()))?;
+        let timeout = shared.config.connect_timeout;
+        // The progress thread answers by `timeout`; more than that and it is stuck.
+        let patience = timeout + shared.config.command_timeout;
+        let answer = shared.ask("a connection", patience, |reply| {
+            Command::Connect(Box::new(ConnectCommand {
+                description: Arc::new(description),
+                lane,
+                timeout,
+                reply,
+            }))
+        });
+        let peer = answer.map_err(|error| ConnectError::Engine(error.to_string()))??;
+        Ok(Peer {
+            peer,
+            shared: Arc::clone(shared),
+            next_transfer: Arc::clone(&self.inner.next_transfer),
+        })
+    }
+
+    /// Has every service's [`on_tick`](Service::on_tick) called soon.
+    ///
+    /// # Errors
+    /// [`EngineError::Stopped`], [`EngineError::Forked`].
+    pub fn wake_services(&self) -> Result<(), EngineError> {
+        self.shared().submit(Command::WakeServices)
+    }
+
+    /// Says goodbye to all peers, ends what is in flight and stops the progress thread, all by
+    /// `timeout`. Every handle is of no use afterwards.
+    ///
+    /// # Errors
+    /// [`EngineError::NoAnswer`] if the thread did not end in time, [`EngineError::Stopped`] if it
+    /// had ended before.
+    pub fn shutdown(&self, timeout: Duration) -> Result<(), EngineError> {
+        let deadline = Instant::now() + timeout;
+        self.shared().ask("the shutdown", timeout + Duration::from_secs(1), |reply| {
+            Command::Shutdown { deadline, reply }
+        })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Nobody waits: the thread says goodbye and ends by itself. An engine that was shut down,
+        // or a handle in a forked child, has nothing to say.
+        let (reply, _) = bounded(1);
+        let deadline = Instant::now() + Duration::from_secs(2);
+        let _ = self.shared.submit(Command::Shutdown { deadline, reply });
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("engine_id", &self.config().engine_id)
+            .field("incarnation", &self.incarnation())
+            .field("stopped", &self.shared().is_stopped())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,203 @@
+//! The seam between the progress loop and what moves bytes.
+//!
+//! A [`Fabric`] connects, sends, posts reads, progresses and disconnects; it knows nothing of peers,
+//! transfers or lanes. [`UcxFabric`](crate::UcxFabric) is the product, [`LoopbackFabric`] copies
+//! within one process.
+//!
+//! # Contract for whoever adds one
+//! * One thread owns a fabric and makes every call; a fabric need not be `Send`.
+//! * Nothing blocks. [`Fabric::progress`] reports through the [`Sink`], which never calls back into
+//!   the fabric (the borrow checker sees to that).
+//! * Every [`Posted::Pending`] is followed by exactly one report, also when the endpoint is closed;
+//!   [`Posted::Done`] by none. An error is reported once and nothing follows it.
+//! * A local range given to [`Fabric::read`] is not touched after the report of its operation.
+//! * After [`Fabric::close`] the endpoint's operations end, then [`Sink::closed`] comes, once.
+//! * Segments arrive whole, unaltered, and at most once each; their order is not promised.
+
+mod loopback;
+
+use std::os::fd::BorrowedFd;
+use std::time::Instant;
+
+use kvferry_wire::{Addresses, UcxVersion};
+
+pub use crate::error::FabricError;
+use crate::memory::MemoryRegion;
+pub use loopback::{LoopbackFabric, LoopbackNetwork};
+
+/// An endpoint's number, chosen by the caller and never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EndpointId(pub u64);
+
+/// A read's number, chosen by the caller and reported back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ReadToken(pub u64);
+
+/// A peer's key to one of its regions, imported for one endpoint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct KeyId(pub u64);
+
+/// A registered region, as the fabric numbers it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct RegionHandle(pub u64);
+
+/// Whether one-sided reads exist.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NativeReads {
+    /// Every byte of a read is moved without the peer's processor.
+    Real,
+    /// Reads work, by messages that the peer's thread answers.
+    Emulated,
+    /// There is no data context, for this reason.
+    Unavailable(String),
+}
+
+/// What a fabric can do.
+#[derive(Clone, Debug)]
+pub struct Capabilities {
+    /// A name for logs: `ucx` or `loopback`.
+    pub name: &'static str,
+    /// The UCX that is loaded, if the fabric is UCX.
+    pub ucx: Option<UcxVersion>,
+    /// Largest segment that fits one transport fragment, header included, in bytes.
+    pub max_segment_bytes: usize,
+    /// One-sided reads.
+    pub native: NativeReads,
+}
+
+/// What became of a post.
+#[derive(Debug)]
+pub enum Posted<T> {
+    /// It has completed; nothing is reported later.
+    Done(T),
+    /// It goes on; a report follows.
+    Pending,
+}
+
+/// A buffer that holds one outgoing segment.
+#[derive(Debug)]
+pub struct SendBuffer {
+    pub(crate) bytes: Box<[u8]>,
+    pub(crate) filled: usize,
+}
+
+impl SendBuffer {
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self { bytes: vec![0; capacity].into_boxed_slice(), filled: 0 }
+    }
+
+    /// The segment.
+    #[must_use]
+    pub fn segment(&self) -> &[u8] {
+        &self.bytes[..self.filled]
+    }
+}
+
+/// One one-sided read.
+#[derive(Debug)]
+pub struct ReadOperation<'a> {
+    /// The peer's key.
+    pub key: KeyId,
+    /// Address in the peer's process.
+    pub remote_address: u64,
+    /// Where the bytes go.
+    pub local: &'a MemoryRegion,
+    /// Our registration of it.
+    pub local_handle: RegionHandle,
+    /// Offset in `local`.
+    pub local_offset: u64,
+    /// How many bytes.
+    pub bytes: u64,
+}
+
+/// A registration's result.
+#[derive(Debug)]
+pub struct Registered {
+    /// The fabric's number for it.
+    pub handle: RegionHandle,
+    /// The packed key that peers need for one-sided reads, if there are any.
+    pub key: Option<Vec<u8>>,
+}
+
+/// Where a fabric's reports go, during [`Fabric::progress`].
+pub trait Sink {
+    /// A segment has arrived. The bytes are valid during the call only.
+    fn segment(&mut self, bytes: &[u8]);
+    /// A segment has been sent, or will never be.
+    fn sent(&mut self, endpoint: EndpointId, buffer: SendBuffer, result: Result<(), FabricError>);
+    /// A read has ended.
+    fn read_done(&mut self, token: ReadToken, result: Result<(), FabricError>);
+    /// An endpoint has failed; it must still be closed.
+    fn endpoint_failed(&mut self, endpoint: EndpointId, error: FabricError);
+    /// An endpoint is closed and every operation on it has been reported.
+    fn closed(&mut self, endpoint: EndpointId);
+    /// Something arrived that no kvferry sends.
+    fn protocol_error(&mut self, what: &'static str);
+}
+
+/// Whether the progress thread may sleep.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Armed {
+    /// Nothing is pending; the event descriptors will say when something is.
+    Idle,
+    /// Something came up: progress again.
+    Busy,
+}
+
+/// What moves bytes. See the module's contract.
+pub trait Fabric {
+    /// What this fabric can do; constant over its life.
+    fn capabilities(&self) -> &Capabilities;
+    /// Where peers reach this engine.
+    fn addresses(&self) -> Addresses;
+    /// Registers a region.
+    ///
+    /// # Errors
+    /// The fabric's own words; nothing is registered then.
+    fn register(&mut self, memory: &MemoryRegion) -> Result<Registered, FabricError>;
+    /// Ends a registration. No operation uses it any more.
+    fn deregister(&mut self, region: RegionHandle);
+    /// Makes an endpoint. Whether the peer is there shows later.
+    ///
+    /// # Errors
+    /// If the addresses are unusable; there is no endpoint then.
+    fn connect(&mut self, endpoint: EndpointId, to: &Addresses) -> Result<(), FabricError>;
+    /// Whether the endpoint has a data side, for one-sided reads.
+    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool;
+    /// What carries the endpoint's messages and data, for logs.
+    fn transports(&self, endpoint: EndpointId) -> String;
+    /// Sends a segment.
+    ///
+    /// # Errors
+    /// The buffer comes back with the error.
+    fn send(
+        &mut self,
+        endpoint: EndpointId,
+        buffer: SendBuffer,
+    ) -> Result<Posted<SendBuffer>, (SendBuffer, FabricError)>;
+    /// Imports a peer's key for use on one endpoint; it is given up with the endpoint.
+    ///
+    /// # Errors
+    /// If the endpoint has no data side or the key is unreadable.
+    fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError>;
+    /// Posts a one-sided read.
+    ///
+    /// # Errors
+    /// Nothing was posted then.
+    fn read(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        operation: &ReadOperation<'_>,
+    ) -> Result<Posted<()>, FabricError>;
+    /// Closes an endpoint at once, ending its operations with an error.
+    fn close(&mut self, endpoint: EndpointId);
+    /// Moves things on; true if anything happened.
+    fn progress(&mut self, sink: &mut dyn Sink) -> bool;
+    /// Prepares for sleep.
+    fn arm(&mut self) -> Armed;
+    /// Descriptors that become readable when there is something to progress.
+    fn event_fds(&self) -> Vec<BorrowedFd<'_>>;
+    /// Gives everything up, waiting for open operations until `deadline`.
+    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant);
+}

@@ -1,0 +1,68 @@
+//! Lane selection as a table.
+
+use super::*;
+use kvferry_wire::{Addresses, EngineId, Incarnation, Rank};
+
+fn peer(data: bool, ucx: Option<UcxVersion>) -> Description {
+    Description {
+        engine: EngineId::new("peer").unwrap(),
+        incarnation: Incarnation::from_bytes([7; 16]).unwrap(),
+        rank: Rank::default(),
+        instance: None,
+        kvferry_version: "0".into(),
+        ucx,
+        host: "h".into(),
+        addresses: Addresses { message: vec![1], data: data.then(|| vec![1]) },
+        compatibility: std::collections::BTreeMap::new(),
+        regions: vec![],
+        tables: vec![],
+        unix_socket: None,
+    }
+}
+
+const fn version(minor: u32) -> UcxVersion {
+    UcxVersion { major: 1, minor, release: 0 }
+}
+
+#[test]
+fn names_are_parsed_and_printed() {
+    for lane in Lane::ALL {
+        assert_eq!(lane.name().parse(), Ok(LaneChoice::Pinned(lane)));
+    }
+    assert_eq!("auto".parse(), Ok(LaneChoice::Auto));
+    let error = "rdma".parse::<LaneChoice>().unwrap_err();
+    assert_eq!(error, "no lane \"rdma\": auto, mapped, native, attached or served");
+}
+
+#[test]
+fn the_first_usable_lane_is_chosen_and_emulation_never() {
+    let (real, emulated) = (NativeReads::Real, NativeReads::Emulated);
+    let none = NativeReads::Unavailable("no such transport".into());
+    let (old, new) = (Some(version(13)), Some(version(22)));
+    // Native reads here, our UCX, the peer's UCX and data context, data endpoint: auto's lane, and
+    // why native is refused.
+    let table = [
+        (&real, old, old, true, true, Lane::Native, None),
+        (&real, old, new, true, true, Lane::Native, None),
+        (&real, new, new, true, true, Lane::Native, None),
+        (&real, new, old, true, true, Lane::Served, Some("cannot unpack")),
+        (&real, new, new, false, true, Lane::Served, Some("peer has no data context")),
+        (&real, new, new, true, false, Lane::Served, Some("no endpoint")),
+        (&emulated, old, old, true, true, Lane::Served, None),
+        (&none, old, old, true, true, Lane::Served, Some("no such transport")),
+    ];
+    for (row, (native, ours, theirs, data, endpoint, auto, refusal)) in
+        table.into_iter().enumerate()
+    {
+        let peer = peer(data, theirs);
+        let situation = Situation { native, ours, peer: &peer, data_endpoint: endpoint };
+        assert_eq!(situation.choose(LaneChoice::Auto), Ok(auto), "row {row}");
+        let got = situation.refusal(Lane::Native);
+        match refusal {
+            None => assert_eq!(got, None, "row {row}"),
+            Some(part) => assert!(got.is_some_and(|got| got.contains(part)), "row {row}"),
+        }
+        let pinned = situation.choose(LaneChoice::Pinned(Lane::Mapped));
+        assert!(matches!(pinned, Err((Lane::Mapped, reason)) if reason.contains("not have it yet")));
+    }
+}

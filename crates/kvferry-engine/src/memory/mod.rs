@@ -1,0 +1,18 @@
+//! Memory that transfers read from and write to.
+//!
+//! Responsible for: who owns a range ([`MemoryRegion`]), memory made for sharing ([`HostPool`]),
+//! every raw copy, and the map of what is registered ([`RegionMap`]). Not responsible for: what
+//! UCX thinks of a region (that is the fabric's), or who may read it (that is a lease's).
+//!
+//! Invariant: no `&[u8]` or `&mut [u8]` ever covers memory that another process or a device may
+//! touch. Bytes go in and out by copy, behind [`MemoryRegion::read_at`],
+//! [`MemoryRegion::write_at`] and [`MemoryRegion::copy`].
+#![allow(unsafe_code)]
+
+mod map;
+mod pool;
+mod region;
+
+pub(crate) use map::{Inserted, RegionMap};
+pub use pool::{HostPool, HostPoolOptions};
+pub use region::{MemoryError, MemoryRegion};

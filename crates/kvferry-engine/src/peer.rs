@@ -1,0 +1,238 @@
+//! A connected peer, as callers see it.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use kvferry_wire::{Description, Incarnation, MAX_MESSAGE_BYTES, MAX_READ_TABLES, MemoryKind};
+
+use crate::command::Command;
+use crate::completion::CompletionCell;
+use crate::error::{ReadError, SendError};
+use crate::lane::Lane;
+use crate::plan::{BlockPair, PairRuns, check_pairs};
+use crate::service::PeerId;
+use crate::shared::Shared;
+use crate::table::{RemoteTable, Table};
+use crate::transfer::{ReadCommand, TablePair, Transfer, TransferReport};
+
+/// Runs of block ids that fit one read request beside its tables (a run takes 8 bytes).
+const MAX_READ_RUNS: usize = (MAX_MESSAGE_BYTES - (1 << 20)) / 8;
+
+/// What the handle and the progress thread share of a peer.
+pub(crate) struct PeerShared {
+    pub(crate) id: PeerId,
+    pub(crate) description: Arc<Description>,
+    pub(crate) lane: Lane,
+    pub(crate) transports: String,
+    pub(crate) gone: Arc<OnceLock<String>>,
+}
+
+/// A peer that answered the greeting. Cheap to clone.
+///
+/// A `Peer` is one life of one engine: when it ends, the handle says so for ever, and the restarted
+/// engine is connected anew.
+#[derive(Clone)]
+pub struct Peer {
+    pub(crate) peer: Arc<PeerShared>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) next_transfer: Arc<AtomicU64>,
+}
+
+impl Peer {
+    /// The peer's number in this engine.
+    #[must_use]
+    pub fn id(&self) -> PeerId {
+        self.peer.id
+    }
+
+    /// What the peer said of itself.
+    #[must_use]
+    pub fn description(&self) -> &Description {
+        &self.peer.description
+    }
+
+    /// The peer's life.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        self.peer.description.incarnation
+    }
+
+    /// How bytes move from this peer.
+    #[must_use]
+    pub fn lane(&self) -> Lane {
+        self.peer.lane
+    }
+
+    /// What carries messages and data, in the fabric's words.
+    #[must_use]
+    pub fn transports(&self) -> &str {
+        &self.peer.transports
+    }
+
+    /// Why the peer is gone, if it is.
+    #[must_use]
+    pub fn gone(&self) -> Option<&str> {
+        self.peer.gone.get().map(String::as_str)
+    }
+
+    /// The peer's tables.
+    pub fn tables(&self) -> impl ExactSizeIterator<Item = RemoteTable> + '_ {
+        let owner = self.incarnation();
+        self.peer.description.tables.iter().map(move |table| RemoteTable {
+            owner,
+            description: Arc::new(table.clone()),
+        })
+    }
+
+    /// Reads blocks: for each pair of tables, the peer's block `remote` of each pair of ids into our
+    /// block `local`. Destinations of one read must not repeat; what a repeated one holds afterwards
+    /// is one of its sources, unspecified which. The default deadline is the configuration's.
+    ///
+    /// Nothing to read is a transfer that has already succeeded.
+    ///
+    /// # Errors
+    /// [`ReadError`] naming the table, field or block id that is wrong; nothing was started.
+    pub fn read(
+        &self,
+        tables: &[(Table, RemoteTable)],
+        pairs: &[BlockPair],
+    ) -> Result<Transfer, ReadError> {
+        self.read_within(tables, pairs, self.shared.config.transfer_timeout)
+    }
+
+    /// [`read`](Self::read) with a deadline of its own.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read).
+    pub fn read_within(
+        &self,
+        tables: &[(Table, RemoteTable)],
+        pairs: &[BlockPair],
+        timeout: Duration,
+    ) -> Result<Transfer, ReadError> {
+        self.shared.check().map_err(|error| ReadError::Engine(error.to_string()))?;
+        if let Some(reason) = self.gone() {
+            return Err(ReadError::PeerGone(reason.into()));
+        }
+        self.check_tables(tables, pairs)?;
+        let number = self.next_transfer.fetch_add(1, Ordering::Relaxed);
+        let cell = Arc::new(CompletionCell::new());
+        let transfer =
+            Transfer { number, cell: Arc::clone(&cell), shared: Arc::clone(&self.shared) };
+        if tables.is_empty() || pairs.is_empty() {
+            cell.complete(Ok(TransferReport {
+                bytes: 0,
+                operations: 0,
+                lane: None,
+                elapsed: Duration::ZERO,
+            }));
+            cell.quiesce();
+            return Ok(transfer);
+        }
+        let command = ReadCommand {
+            number,
+            peer: self.peer.id,
+            lane: self.peer.lane,
+            tables: tables
+                .iter()
+                .map(|(local, remote)| TablePair {
+                    local: local.clone(),
+                    remote: Arc::clone(&remote.description),
+                })
+                .collect(),
+            pairs: pairs.to_vec(),
+            timeout,
+            deadline: Instant::now() + timeout,
+            cell,
+        };
+        self.shared
+            .submit(Command::Read(Box::new(command)))
+            .map_err(|error| ReadError::Engine(error.to_string()))?;
+        Ok(transfer)
+    }
+
+    fn check_tables(
+        &self,
+        tables: &[(Table, RemoteTable)],
+        pairs: &[BlockPair],
+    ) -> Result<(), ReadError> {
+        for (local, remote) in tables {
+            if remote.owner != self.incarnation() {
+                return Err(ReadError::StaleTable {
+                    table: remote.owner,
+                    peer: self.incarnation(),
+                });
+            }
+            let kind = local.region().memory.kind();
+            if self.peer.lane != Lane::Native && kind != MemoryKind::Host {
+                return Err(ReadError::Kind { lane: self.peer.lane, kind });
+            }
+            check_pairs(local.description(), &remote.description, pairs)?;
+        }
+        {
+            let catalog = self.shared.catalog();
+            for (local, _) in tables {
+                let known = catalog.table(local.id());
+                if !known.is_some_and(|known| Arc::ptr_eq(&known.0, &local.0)) {
+                    return Err(ReadError::LocalTable { table: local.id() });
+                }
+            }
+        }
+        let too_large = tables.len() > MAX_READ_TABLES
+            || (pairs.len() > MAX_READ_RUNS && PairRuns::new(pairs).count() > MAX_READ_RUNS);
+        if too_large {
+            return Err(ReadError::TooLarge {
+                blocks: PairRuns::new(pairs).count(),
+                tables: tables.len(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Sends a message to the peer's service on `channel`. Messages arrive whole and in order, or
+    /// the peer is lost.
+    ///
+    /// # Errors
+    /// [`SendError`] if the message is empty or larger than 16 MiB less a header, if the peer is
+    /// gone, or if the engine was shut down.
+    pub fn send(&self, channel: u16, payload: Vec<u8>) -> Result<(), SendError> {
+        check_payload(payload.len())?;
+        if let Some(reason) = self.gone() {
+            return Err(SendError::PeerGone(reason.into()));
+        }
+        self.shared
+            .submit(Command::Send { peer: self.peer.id, channel, payload })
+            .map_err(|error| SendError::Engine(error.to_string()))
+    }
+
+    /// Says goodbye and closes the connection. Transfers in flight fail.
+    pub fn disconnect(&self) {
+        // A stopped engine has closed everything already.
+        let _ = self.shared.submit(Command::Disconnect { peer: self.peer.id });
+    }
+}
+
+/// Largest payload of a service message, in bytes.
+pub const MAX_PAYLOAD_BYTES: usize = MAX_MESSAGE_BYTES - 64;
+
+pub(crate) fn check_payload(bytes: usize) -> Result<(), SendError> {
+    if (1..=MAX_PAYLOAD_BYTES).contains(&bytes) {
+        Ok(())
+    } else {
+        Err(SendError::Size { bytes, max: MAX_PAYLOAD_BYTES })
+    }
+}
+
+impl fmt::Debug for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Peer")
+            .field("id", &self.peer.id)
+            .field("engine", &self.peer.description.engine)
+            .field("incarnation", &self.incarnation())
+            .field("lane", &self.peer.lane)
+            .field("gone", &self.gone())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,265 @@
+//! Greetings: no data moves on an endpoint before a `Hello` with both lives was answered on it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_wire::{Description, Hello, HelloRejectCode, HelloReply, Incarnation};
+
+use super::core::{Action, Core};
+use super::peers::{Endpoint, Phase, Waiter};
+use crate::command::ConnectCommand;
+use crate::counters::add;
+use crate::error::ConnectError;
+use crate::fabric::{EndpointId, Fabric};
+use crate::message::Inbox;
+
+/// An engine that has sent segments but no whole greeting.
+pub(super) struct Stranger {
+    pub(super) inbox: Box<Inbox>,
+    pub(super) since: Instant,
+}
+
+/// Strangers kept at once; the oldest makes room.
+pub(super) const MAX_STRANGERS: usize = 64;
+/// How long a refusal or a goodbye may take to leave.
+pub(super) const LINGER: Duration = Duration::from_secs(1);
+
+impl Core {
+    /// A handle asks for a peer.
+    pub(super) fn connect(&mut self, command: ConnectCommand, fabric: &mut dyn Fabric) {
+        let ConnectCommand { description, lane, timeout, reply } = command;
+        if let Some(&id) = self.by_incarnation.get(&description.incarnation)
+            && let Some(peer) = self.peers.get_mut(&id)
+        {
+            match &mut peer.phase {
+                Phase::Ready => {
+                    let _ = reply.send(self.handle(id, lane, fabric));
+                    return;
+                }
+                Phase::Greeting { waiters, .. } => {
+                    waiters.push(Waiter { lane, reply });
+                    return;
+                }
+                Phase::Leaving { .. } | Phase::Lost => self.lose(id, "connected anew"),
+            }
+        }
+        let deadline = self.now + timeout;
+        let phase = Phase::Greeting { since: self.now, deadline, waiters: Vec::new() };
+        let name = format!("{} {}", description.engine, description.rank);
+        let expects = description.incarnation;
+        let id = self.add_peer(Arc::clone(&description), phase, None, Box::new(Inbox::new()));
+        if let Err(source) = fabric.connect(EndpointId(id), &description.addresses) {
+            let _ = reply.send(Err(ConnectError::Unreachable { peer: name, source }));
+            self.lose(id, "no endpoint could be made");
+            return;
+        }
+        let greeting = self.greeting(expects);
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        peer.endpoint = Endpoint::Open;
+        peer.transports = fabric.transports(EndpointId(id));
+        match greeting {
+            Ok(message) => {
+                if let Phase::Greeting { waiters, .. } = &mut peer.phase {
+                    waiters.push(Waiter { lane, reply });
+                }
+                self.push_message(id, message);
+            }
+            Err(reason) => {
+                let _ = reply.send(Err(ConnectError::BadDescription { reason }));
+                self.lose(id, "the greeting could not be written");
+            }
+        }
+    }
+
+    fn greeting(&self, expects: Incarnation) -> Result<Vec<u8>, String> {
+        let from = self.shared.describe().ok_or("the engine has not started")?;
+        kvferry_wire::encode_hello(&Hello { expects, from }).map_err(|error| error.to_string())
+    }
+
+    /// A whole greeting has come from an engine; `peer` is its state if there is one.
+    pub(super) fn hello(&mut self, source: Incarnation, peer: Option<u64>, hello: Hello) -> bool {
+        if hello.from.incarnation != source {
+            self.protocol_violation("a greeting in another engine's name");
+            return false;
+        }
+        if hello.expects != self.shared.incarnation {
+            let reply = HelloReply::Rejected {
+                expects: hello.expects,
+                code: HelloRejectCode::WrongIncarnation,
+                reason: format!(
+                    "this address belongs to engine {} incarnation {} now; fetch its description again",
+                    self.shared.config.engine_id, self.shared.incarnation
+                ),
+            };
+            self.refuse(hello.from, &reply);
+            return false;
+        }
+        if self.shutdown.is_some() {
+            let reply = HelloReply::Rejected {
+                expects: hello.expects,
+                code: HelloRejectCode::ShuttingDown,
+                reason: format!("engine {} is shutting down", self.shared.config.engine_id),
+            };
+            self.refuse(hello.from, &reply);
+            return false;
+        }
+        match peer {
+            // Both sides greeted at once: theirs is answered here, ours will be there.
+            Some(id) => self.accept(id),
+            None => return true,
+        }
+        false
+    }
+
+    /// Makes a peer of a stranger whose greeting was right.
+    pub(super) fn welcome(&mut self, description: Description, connection: u32, inbox: Box<Inbox>) {
+        let id = self.add_peer(Arc::new(description), Phase::Ready, Some(connection), inbox);
+        self.actions.push(Action::Connect(id));
+    }
+
+    /// Makes the endpoint back to a peer that greeted us, and answers.
+    pub(super) fn connect_back(&mut self, id: u64, fabric: &mut dyn Fabric) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if peer.is_lost() || peer.endpoint != Endpoint::None {
+            return;
+        }
+        match fabric.connect(EndpointId(id), &peer.description.addresses) {
+            Ok(()) => {
+                peer.endpoint = Endpoint::Open;
+                peer.transports = fabric.transports(EndpointId(id));
+                tracing::info!(
+                    peer = %peer.description.engine,
+                    rank = %peer.description.rank,
+                    incarnation = %peer.incarnation(),
+                    transports = %peer.transports,
+                    "greeted by a peer"
+                );
+                add(&self.counters().peers_connected, 1);
+                self.accept(id);
+            }
+            Err(error) => {
+                tracing::warn!(peer = %peer.name(), %error, "no endpoint back to a peer that greeted");
+                self.lose(id, "no endpoint back could be made");
+            }
+        }
+    }
+
+    fn accept(&mut self, id: u64) {
+        let reply = HelloReply::Accepted { incarnation: self.shared.incarnation };
+        match kvferry_wire::encode_hello_reply(&reply) {
+            Ok(message) => self.push_message(id, message),
+            Err(error) => tracing::error!(%error, "a greeting could not be answered"),
+        }
+    }
+
+    fn refuse(&mut self, to: Description, reply: &HelloReply) {
+        tracing::info!(peer = %to.engine, rank = %to.rank, ?reply, "greeting refused");
+        match kvferry_wire::encode_hello_reply(reply) {
+            Ok(reply) => self.actions.push(Action::Refuse { to: Box::new(to), reply }),
+            Err(error) => tracing::error!(%error, "a greeting could not be refused"),
+        }
+    }
+
+    /// Sends a refusal over an endpoint of its own, which is closed when it has left.
+    pub(super) fn refuse_greeting(
+        &mut self,
+        to: Description,
+        reply: Vec<u8>,
+        fabric: &mut dyn Fabric,
+    ) {
+        let addresses = to.addresses.clone();
+        let phase = Phase::Leaving {
+            deadline: self.now + LINGER,
+            reason: "its greeting was refused".into(),
+        };
+        let id = self.insert_peer(Arc::new(to), phase, None, Box::new(Inbox::new()));
+        match fabric.connect(EndpointId(id), &addresses) {
+            Ok(()) => {
+                if let Some(peer) = self.peers.get_mut(&id) {
+                    peer.endpoint = Endpoint::Open;
+                }
+                self.push_message(id, reply);
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a refusal could not be delivered");
+                self.lose(id, "no endpoint for a refusal");
+            }
+        }
+    }
+
+    /// Our greeting was answered. `peer` is who answered; a refusal may come from a stranger.
+    pub(super) fn hello_reply(
+        &mut self,
+        source: Incarnation,
+        reply: HelloReply,
+    ) {
+        match reply {
+            HelloReply::Accepted { incarnation } => {
+                let id = self.by_incarnation.get(&incarnation).copied();
+                match id {
+                    Some(id) if incarnation == source => self.actions.push(Action::Greeted(id)),
+                    _ => self.protocol_violation("an answer to a greeting that was not sent"),
+                }
+            }
+            HelloReply::Rejected { expects, code, reason } => {
+                let id = self.by_incarnation.get(&expects).copied();
+                let Some(id) = id else {
+                    self.protocol_violation("a refusal of a greeting that was not sent");
+                    return;
+                };
+                let Some(peer) = self.peers.get_mut(&id) else { return };
+                let Phase::Greeting { waiters, .. } = &mut peer.phase else { return };
+                let waiters = std::mem::take(waiters);
+                let name = peer.name();
+                for waiter in waiters {
+                    let _ = waiter.reply.send(Err(ConnectError::Refused {
+                        peer: name.clone(),
+                        reason: format!("{code}: {reason}"),
+                    }));
+                }
+                self.lose(id, "the greeting was refused");
+            }
+        }
+    }
+
+    /// Our greeting was answered: the peer can be used.
+    pub(super) fn greeted(&mut self, id: u64, fabric: &dyn Fabric) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if !matches!(peer.phase, Phase::Greeting { .. }) {
+            return;
+        }
+        let phase = std::mem::replace(&mut peer.phase, Phase::Ready);
+        peer.transports = fabric.transports(EndpointId(id));
+        add(&self.counters().peers_connected, 1);
+        if let Phase::Greeting { waiters, .. } = phase {
+            for waiter in waiters {
+                let _ = waiter.reply.send(self.handle(id, waiter.lane, fabric));
+            }
+        }
+    }
+
+    /// Greetings whose time is over, and strangers who never greeted.
+    pub(super) fn greeting_timers(&mut self) {
+        let now = self.now;
+        let timeout = self.shared.config.connect_timeout;
+        self.strangers.retain(|_, stranger| now.duration_since(stranger.since) < timeout);
+        let late: Vec<u64> = self
+            .peers
+            .values()
+            .filter(|peer| matches!(peer.phase, Phase::Greeting { deadline, .. } if deadline <= now))
+            .map(|peer| peer.id)
+            .collect();
+        for id in late {
+            let Some(peer) = self.peers.get_mut(&id) else { continue };
+            let name = peer.name();
+            if let Phase::Greeting { since, waiters, .. } = &mut peer.phase {
+                let waited = now.duration_since(*since);
+                for waiter in std::mem::take(waiters) {
+                    let error = ConnectError::NoAnswer { peer: name.clone(), waited };
+                    let _ = waiter.reply.send(Err(error));
+                }
+            }
+            self.lose(id, "the greeting was not answered in time");
+        }
+    }
+}

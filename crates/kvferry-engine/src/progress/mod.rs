@@ -1,0 +1,128 @@
+//! The progress thread: the one place where the fabric, peers, transfers and services meet.
+//!
+//! A turn: drain submissions, progress the fabric, do what its reports asked for, send, judge
+//! deadlines. When a turn finds nothing, the thread polls for a short time, then arms the fabric,
+//! looks at the submissions *again*, and sleeps until an event or the next deadline.
+//!
+//! [`Core`] holds the state and is the fabric's [`Sink`](crate::fabric::Sink): a report changes
+//! state and queues work, and never calls the fabric.
+
+mod commands;
+mod core;
+mod greeting;
+mod incoming;
+mod peers;
+mod pump;
+mod timers;
+mod transfers;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use self::core::Core;
+use crate::counters::add;
+use crate::error::EngineError;
+use crate::fabric::{Armed, Fabric};
+use crate::service::Service;
+use crate::shared::Shared;
+
+/// Deadlines are judged at least this often, also while the fabric never runs dry.
+const TIMERS_AT_LEAST_EVERY: Duration = Duration::from_millis(100);
+
+pub(crate) struct Progress<F> {
+    fabric: F,
+    core: Core,
+    shared: Arc<Shared>,
+}
+
+impl<F: Fabric> Progress<F> {
+    pub(crate) fn new(
+        fabric: F,
+        shared: Arc<Shared>,
+        services: Vec<(u16, Box<dyn Service>)>,
+    ) -> Result<Self, EngineError> {
+        let core = Core::new(Arc::clone(&shared), fabric.capabilities(), services)?;
+        Ok(Self { fabric, core, shared })
+    }
+
+    /// Runs until the engine is shut down.
+    pub(crate) fn run(mut self) {
+        let span = tracing::info_span!("engine", id = %self.shared.config.engine_id);
+        let _entered = span.enter();
+        tracing::debug!(incarnation = %self.shared.incarnation, "progress thread started");
+        let mut last_busy = Instant::now();
+        let mut last_timers = Instant::now();
+        loop {
+            let now = self.core.begin_turn();
+            let mut busy = self.drain_commands();
+            busy |= self.fabric.progress(&mut self.core);
+            busy |= self.core.act(&mut self.fabric);
+            busy |= self.core.pump(&mut self.fabric);
+            // Deadlines are judged when everything that came in time has been looked at.
+            if !busy || now.duration_since(last_timers) >= TIMERS_AT_LEAST_EVERY {
+                last_timers = now;
+                busy |= self.core.timers(&mut self.fabric);
+            }
+            if self.core.is_finished() {
+                break;
+            }
+            if busy {
+                last_busy = now;
+            } else if now.duration_since(last_busy) < self.shared.config.spin {
+                std::hint::spin_loop();
+            } else {
+                self.sleep();
+            }
+        }
+        self.end();
+    }
+
+    fn drain_commands(&mut self) -> bool {
+        let mut any = false;
+        while let Some(command) = self.shared.commands.pop() {
+            any = true;
+            self.core.command(command, &mut self.fabric);
+        }
+        any
+    }
+
+    fn sleep(&mut self) {
+        self.shared.waker.about_to_sleep();
+        if self.shared.commands.is_empty() && self.fabric.arm() == Armed::Idle {
+            add(&self.shared.counters.sleeps, 1);
+            let timeout = self.core.next_deadline().map(|deadline| {
+                let left = deadline.saturating_duration_since(Instant::now());
+                // At most what a Timespec holds; the thread simply wakes early.
+                let left = left.min(Duration::from_secs(3600));
+                Timespec {
+                    tv_sec: left.as_secs() as i64,
+                    tv_nsec: i64::from(left.subsec_nanos()),
+                }
+            });
+            let mut fds: Vec<PollFd<'_>> = self
+                .fabric
+                .event_fds()
+                .into_iter()
+                .chain([self.shared.waker.fd()])
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
+                .collect();
+            // An interrupted wait is one more turn of the loop.
+            let _ = poll(&mut fds, timeout.as_ref());
+        }
+        self.shared.waker.awake();
+    }
+
+    /// Takes the fabric down and answers whoever waits.
+    fn end(mut self) {
+        self.shared.mark_stopped();
+        let deadline = self.core.end_deadline();
+        self.fabric.shutdown(&mut self.core, deadline);
+        self.core.abandon();
+        self.shared.refuse_commands();
+        drop(self.fabric);
+        tracing::debug!("progress thread ended");
+        self.core.answer_shutdown();
+    }
+}

@@ -1,0 +1,258 @@
+//! Peers as the progress thread sees them: their state, their end.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use crossbeam::channel::Sender;
+use kvferry_wire::{Description, Incarnation};
+
+use super::core::{Action, Core};
+use crate::counters::add;
+use crate::error::{ConnectError, TransferError};
+use crate::fabric::{EndpointId, Fabric, KeyId};
+use crate::lane::served::ServeJob;
+use crate::lane::{LaneChoice, Situation};
+use crate::message::{Inbox, Outbox};
+use crate::peer::PeerShared;
+use crate::service::PeerId;
+
+pub(super) type ConnectReply = Sender<Result<Arc<PeerShared>, ConnectError>>;
+
+/// Somebody who waits for a greeting to be answered.
+pub(super) struct Waiter {
+    pub(super) lane: LaneChoice,
+    pub(super) reply: ConnectReply,
+}
+
+pub(super) enum Phase {
+    /// We have greeted and wait for the answer.
+    Greeting { since: Instant, deadline: Instant, waiters: Vec<Waiter> },
+    /// Greeted and answered.
+    Ready,
+    /// Saying goodbye; closed when all is sent, at the latest at the deadline.
+    Leaving { deadline: Instant, reason: String },
+    /// Over; waits for its endpoint to be closed.
+    Lost,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Endpoint {
+    None,
+    Open,
+    Closing,
+}
+
+pub(super) struct PeerState {
+    pub(super) id: u64,
+    pub(super) description: Arc<Description>,
+    pub(super) phase: Phase,
+    pub(super) endpoint: Endpoint,
+    pub(super) transports: String,
+    pub(super) gone: Arc<OnceLock<String>>,
+    pub(super) outbox: Outbox,
+    /// The next sequence number to send.
+    pub(super) sequence: u64,
+    /// The peer's number for this connection, once it has said anything.
+    pub(super) inbound: Option<u32>,
+    /// Taken out while a segment is being delivered.
+    pub(super) inbox: Option<Box<Inbox>>,
+    /// Segments handed to the fabric and not reported.
+    pub(super) in_flight: usize,
+    /// Reads that the peer asked for.
+    pub(super) jobs: VecDeque<ServeJob>,
+    /// Native transfers with something left to post, by slot.
+    pub(super) reads: VecDeque<u32>,
+    pub(super) reads_in_flight: usize,
+    /// The peer's regions whose keys were imported.
+    pub(super) keys: HashMap<u32, KeyId>,
+    pub(super) last_heard: Instant,
+    pub(super) last_sent: Instant,
+    pub(super) suspect: bool,
+    /// Since when a segment has been missing while later ones are there.
+    pub(super) gap_since: Option<Instant>,
+    /// Whether it is in `Core::active`.
+    pub(super) queued: bool,
+}
+
+impl PeerState {
+    pub(super) fn incarnation(&self) -> Incarnation {
+        self.description.incarnation
+    }
+
+    pub(super) fn name(&self) -> String {
+        format!("{} {}", self.description.engine, self.description.rank)
+    }
+
+    pub(super) fn is_lost(&self) -> bool {
+        matches!(self.phase, Phase::Lost)
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        matches!(self.phase, Phase::Ready)
+    }
+
+    /// True if the same worker of the same engine is meant, in whatever life.
+    pub(super) fn is_same_worker(&self, other: &Description) -> bool {
+        self.description.engine == other.engine && self.description.rank == other.rank
+    }
+}
+
+impl Core {
+    /// Adds a peer in the place of earlier connections and lives of the same worker.
+    pub(super) fn add_peer(
+        &mut self,
+        description: Arc<Description>,
+        phase: Phase,
+        inbound: Option<u32>,
+        inbox: Box<Inbox>,
+    ) -> u64 {
+        self.retire_other_lives(&description);
+        let incarnation = description.incarnation;
+        let id = self.insert_peer(description, phase, inbound, inbox);
+        self.by_incarnation.insert(incarnation, id);
+        id
+    }
+
+    /// Adds the state of a connection; its number is also its endpoint's.
+    pub(super) fn insert_peer(
+        &mut self,
+        description: Arc<Description>,
+        phase: Phase,
+        inbound: Option<u32>,
+        inbox: Box<Inbox>,
+    ) -> u64 {
+        let id = self.next_peer;
+        self.next_peer += 1;
+        let state = PeerState {
+            id,
+            description,
+            phase,
+            endpoint: Endpoint::None,
+            transports: String::new(),
+            gone: Arc::default(),
+            outbox: Outbox::default(),
+            sequence: 0,
+            inbound,
+            inbox: Some(inbox),
+            in_flight: 0,
+            jobs: VecDeque::new(),
+            reads: VecDeque::new(),
+            reads_in_flight: 0,
+            keys: HashMap::new(),
+            last_heard: self.now,
+            last_sent: self.now,
+            suspect: false,
+            gap_since: None,
+            queued: false,
+        };
+        self.peers.insert(id, state);
+        self.schedule_peer_tick();
+        id
+    }
+
+    /// A new life of a worker ends the state of its earlier ones.
+    fn retire_other_lives(&mut self, description: &Description) {
+        let earlier: Vec<u64> = self
+            .peers
+            .values()
+            .filter(|peer| !peer.is_lost() && peer.is_same_worker(description))
+            .map(|peer| peer.id)
+            .collect();
+        for id in earlier {
+            self.lose(id, "replaced by a new connection or a new life of the same worker");
+        }
+    }
+
+    /// Makes a handle for a ready peer, with a lane.
+    pub(super) fn handle(
+        &self,
+        id: u64,
+        choice: LaneChoice,
+        fabric: &dyn Fabric,
+    ) -> Result<Arc<PeerShared>, ConnectError> {
+        let Some(peer) = self.peers.get(&id) else {
+            return Err(ConnectError::Engine("the peer is gone".into()));
+        };
+        let situation = Situation {
+            native: &self.native,
+            ours: self.shared.ucx_version(),
+            peer: &peer.description,
+            data_endpoint: fabric.has_data_endpoint(EndpointId(id)),
+        };
+        let lane = situation.choose(choice).map_err(|(lane, reason)| {
+            ConnectError::LaneUnavailable { peer: peer.name(), lane, reason }
+        })?;
+        tracing::info!(
+            peer = %peer.description.engine,
+            rank = %peer.description.rank,
+            incarnation = %peer.incarnation(),
+            %lane,
+            asked = %choice,
+            transports = %peer.transports,
+            "connected"
+        );
+        Ok(Arc::new(PeerShared {
+            id: PeerId(id),
+            description: Arc::clone(&peer.description),
+            lane,
+            transports: peer.transports.clone(),
+            gone: Arc::clone(&peer.gone),
+        }))
+    }
+
+    /// Ends a peer: its transfers fail, its endpoint is closed, its services are told.
+    pub(super) fn lose(&mut self, id: u64, reason: &str) {
+        let Some(peer) = self.peers.get_mut(&id) else { return };
+        if peer.is_lost() {
+            return;
+        }
+        let name = peer.name();
+        let phase = std::mem::replace(&mut peer.phase, Phase::Lost);
+        let _ = peer.gone.set(reason.to_owned());
+        peer.jobs.clear();
+        peer.reads.clear();
+        peer.outbox = Outbox::default();
+        let incarnation = peer.incarnation();
+        let endpoint = peer.endpoint;
+        if self.by_incarnation.get(&incarnation) == Some(&id) {
+            self.by_incarnation.remove(&incarnation);
+        }
+        match phase {
+            Phase::Greeting { waiters, .. } => {
+                for waiter in waiters {
+                    let lost = ConnectError::Lost { peer: name.clone(), reason: reason.into() };
+                    let _ = waiter.reply.send(Err(lost));
+                }
+            }
+            Phase::Ready | Phase::Leaving { .. } => {
+                tracing::info!(peer = %name, %incarnation, reason, "peer lost");
+                add(&self.counters().peers_lost, 1);
+                for slot in &mut self.services {
+                    slot.service.on_peer_gone(PeerId(id));
+                }
+            }
+            Phase::Lost => {}
+        }
+        self.fail_transfers_of(id, |_, _| TransferError::PeerLost(reason.into()));
+        match endpoint {
+            Endpoint::Open => self.actions.push(Action::Close(id)),
+            Endpoint::None => self.forget_peer(id),
+            Endpoint::Closing => {}
+        }
+    }
+
+    pub(super) fn close_endpoint(&mut self, id: u64, fabric: &mut dyn Fabric) {
+        if let Some(peer) = self.peers.get_mut(&id)
+            && peer.endpoint == Endpoint::Open
+        {
+            peer.endpoint = Endpoint::Closing;
+            fabric.close(EndpointId(id));
+        }
+    }
+
+    /// The endpoint is closed and everything on it was reported: nothing is left of the peer.
+    pub(super) fn forget_peer(&mut self, id: u64) {
+        self.peers.remove(&id);
+    }
+}

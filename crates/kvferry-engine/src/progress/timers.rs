@@ -1,0 +1,150 @@
+//! Deadlines: transfers, peers, services, regions, the shutdown.
+
+use std::time::{Duration, Instant};
+
+use super::core::Core;
+use super::peers::Phase;
+use crate::counters::{add, subtract};
+use crate::error::TransferError;
+use crate::fabric::{Fabric, RegionHandle};
+
+impl Core {
+    /// Judges what is due. True if anything was.
+    pub(super) fn timers(&mut self, fabric: &mut dyn Fabric) -> bool {
+        let mut any = self.transfer_timers();
+        any |= self.service_timers();
+        if self.next_peer_tick.is_some_and(|tick| tick <= self.now) {
+            any = true;
+            self.next_peer_tick = None;
+            self.greeting_timers();
+            self.peer_timers();
+            self.schedule_peer_tick();
+        }
+        any | self.release_regions(fabric)
+    }
+
+    /// When the thread must wake at the latest.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        let services = self.services.iter().filter_map(|slot| slot.next).min();
+        let releases =
+            self.releases.iter().filter_map(|r| r.waiter.as_ref().map(|(until, _)| *until)).min();
+        let shutdown = self.shutdown.as_ref().map(|shutdown| shutdown.deadline);
+        [self.transfers.next_deadline(), services, self.next_peer_tick, releases, shutdown]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
+    /// Peers are looked at twice per ping interval while there are any.
+    pub(super) fn schedule_peer_tick(&mut self) {
+        let idle = self.peers.is_empty() && self.strangers.is_empty();
+        if self.next_peer_tick.is_none() && !idle {
+            self.next_peer_tick = Some(self.now + self.shared.config.ping_interval / 2);
+        }
+    }
+
+    fn peer_timers(&mut self) {
+        let config = &self.shared.config;
+        let (ping, suspect_after) = (config.ping_interval, config.suspect_after);
+        let dead_after = suspect_after + config.dead_after;
+        let now = self.now;
+        let silent = |since: Instant| now.saturating_duration_since(since);
+        let (mut quiet, mut suspects, mut dead, mut leaving) = (vec![], vec![], vec![], vec![]);
+        for peer in self.peers.values_mut() {
+            let gap = peer.inbox.as_ref().is_some_and(|inbox| inbox.has_gap());
+            peer.gap_since = gap.then(|| peer.gap_since.unwrap_or(now));
+            match &peer.phase {
+                Phase::Ready => {
+                    let silence = silent(peer.last_heard);
+                    if silence >= dead_after {
+                        dead.push((peer.id, format!("silent for {} ms", silence.as_millis())));
+                    } else if peer.gap_since.is_some_and(|since| silent(since) >= suspect_after) {
+                        dead.push((peer.id, "a segment of it is missing".into()));
+                    } else if silence >= suspect_after {
+                        if !peer.suspect {
+                            tracing::warn!(peer = %peer.name(), ?silence, "peer is suspect");
+                        }
+                        peer.suspect = true;
+                        suspects.push((peer.id, silence));
+                    }
+                    if silence >= ping && silent(peer.last_sent) >= ping {
+                        quiet.push(peer.id);
+                    }
+                }
+                Phase::Leaving { deadline, reason } => {
+                    let sent = peer.outbox.is_empty() && peer.in_flight == 0;
+                    if sent || *deadline <= now {
+                        leaving.push((peer.id, reason.clone()));
+                    }
+                }
+                Phase::Greeting { .. } | Phase::Lost => {}
+            }
+        }
+        for id in quiet {
+            self.push_message(id, kvferry_wire::encode_ping(id));
+        }
+        for (id, waited) in suspects {
+            self.fail_transfers_of(id, |done, total| TransferError::Stalled {
+                done,
+                total,
+                waited,
+            });
+        }
+        for (id, reason) in dead.into_iter().chain(leaving) {
+            self.lose(id, &reason);
+        }
+    }
+
+    /// Gives up regions that nothing uses any more, and answers those who waited long enough.
+    pub(super) fn release_regions(&mut self, fabric: &mut dyn Fabric) -> bool {
+        if self.releases.is_empty() {
+            return false;
+        }
+        let (now, before) = (self.now, self.releases.len());
+        let mut given_up: Vec<RegionHandle> = Vec::new();
+        let counters = &self.shared.counters;
+        self.releases.retain_mut(|release| {
+            let operations = release.region.operations();
+            if operations == 0 {
+                given_up.push(release.region.handle);
+                // Whoever waits may unmap as soon as he is told: tell him below, after the fabric.
+                return true;
+            }
+            if let Some((_, reply)) = release.waiter.take_if(|(until, _)| *until <= now) {
+                let _ = reply.send(operations);
+                add(&counters.quarantined_regions, 1);
+            }
+            true
+        });
+        for handle in &given_up {
+            fabric.deregister(*handle);
+        }
+        self.releases.retain_mut(|release| {
+            if !given_up.contains(&release.region.handle) {
+                return true;
+            }
+            match release.waiter.take() {
+                Some((_, reply)) => drop(reply.send(0)),
+                None => subtract(&counters.quarantined_regions, 1),
+            }
+            false
+        });
+        self.releases.len() != before
+    }
+
+    /// True when the engine has been shut down and nothing more needs to leave.
+    pub(super) fn is_finished(&mut self) -> bool {
+        let Some(shutdown) = &self.shutdown else { return false };
+        let sent = self.peers.values().all(|peer| {
+            peer.is_lost() || (peer.outbox.is_empty() && peer.in_flight == 0)
+        });
+        sent || shutdown.deadline <= self.now
+    }
+
+    /// Until when the fabric may take to end.
+    pub(super) fn end_deadline(&self) -> Instant {
+        let asked = self.shutdown.as_ref().map_or(self.now, |shutdown| shutdown.deadline);
+        // Closing takes a moment even if the goodbyes took all the time.
+        asked.max(Instant::now() + Duration::from_millis(100))
+    }
+}

@@ -1,0 +1,425 @@
+//! Transfers as the progress thread sees them: from the start to the outcome and to quiet.
+//!
+//! A slot is used again with another generation, so that data for an ended transfer finds nothing.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvferry_wire::{BlockRun, TransferId};
+
+use super::core::Core;
+use crate::counters::{add, subtract};
+use crate::error::TransferError;
+use crate::fabric::{FabricError, ReadToken};
+use crate::lane::Lane;
+use crate::lane::native::Cursor;
+use crate::lane::served::{Extents, Scatter};
+use crate::plan::{BlockPair, PairRuns, is_dense};
+use crate::region::RegionHold;
+use crate::transfer::{Outcome, ReadCommand, TablePair, TransferCell, TransferReport};
+
+pub(super) struct TransferState {
+    number: u64,
+    pub(super) peer: u64,
+    pub(super) lane: Lane,
+    pub(super) tables: Vec<TablePair>,
+    pub(super) pairs: Vec<BlockPair>,
+    /// Stream offset at which each table begins.
+    starts: Vec<u64>,
+    holds: Vec<RegionHold>,
+    total: u64,
+    /// Bytes that have arrived (served) or that finished operations stand for (native).
+    done: u64,
+    operations: u64,
+    extents: Extents,
+    pub(super) cursor: Cursor,
+    pub(super) in_flight: u64,
+    started: Instant,
+    timeout: Duration,
+    deadline: Instant,
+    cell: Arc<TransferCell>,
+    /// It has its outcome and waits for quiet.
+    pub(super) ended: bool,
+}
+
+#[derive(Default)]
+struct Slot {
+    generation: u32,
+    state: Option<Box<TransferState>>,
+}
+
+/// All transfers of an engine.
+#[derive(Default)]
+pub(super) struct Transfers {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+    numbers: HashMap<u64, u32>,
+    deadlines: BTreeSet<(Instant, u32)>,
+}
+
+impl Transfers {
+    fn insert(&mut self, state: TransferState) -> TransferId {
+        let slot = self.free.pop().unwrap_or_else(|| {
+            self.slots.push(Slot::default());
+            (self.slots.len() - 1) as u32
+        });
+        self.numbers.insert(state.number, slot);
+        self.deadlines.insert((state.deadline, slot));
+        let place = &mut self.slots[slot as usize];
+        // Zero stands for "no transfer" on the wire.
+        place.generation = place.generation.wrapping_add(1).max(1);
+        place.state = Some(Box::new(state));
+        TransferId { slot, generation: place.generation }
+    }
+
+    fn remove(&mut self, slot: u32) -> Option<Box<TransferState>> {
+        let state = self.slots.get_mut(slot as usize)?.state.take()?;
+        self.numbers.remove(&state.number);
+        self.deadlines.remove(&(state.deadline, slot));
+        self.free.push(slot);
+        Some(state)
+    }
+
+    /// The transfer in a slot, whatever its generation.
+    pub(super) fn in_slot(&mut self, slot: u32) -> Option<&mut TransferState> {
+        self.slots.get_mut(slot as usize)?.state.as_deref_mut()
+    }
+
+    pub(super) fn id_of(&self, slot: u32) -> Option<TransferId> {
+        let generation = self.slots.get(slot as usize)?.generation;
+        Some(TransferId { slot, generation })
+    }
+
+    fn get(&mut self, id: TransferId) -> Option<&mut TransferState> {
+        let place = self.slots.get_mut(id.slot as usize)?;
+        if place.generation != id.generation {
+            return None;
+        }
+        place.state.as_deref_mut()
+    }
+
+    fn of_peer(&self, peer: u64) -> Vec<u32> {
+        self.occupied().filter(|(_, state)| state.peer == peer).map(|(slot, _)| slot).collect()
+    }
+
+    fn occupied(&self) -> impl Iterator<Item = (u32, &TransferState)> {
+        self.slots
+            .iter()
+            .enumerate()
+            .filter_map(|(slot, place)| Some((slot as u32, place.state.as_deref()?)))
+    }
+
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.deadlines.first().map(|&(deadline, _)| deadline)
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.numbers.is_empty()
+    }
+}
+
+/// Packs a transfer's id into the token of its native reads.
+pub(super) fn token(id: TransferId) -> ReadToken {
+    ReadToken(u64::from(id.slot) << 32 | u64::from(id.generation))
+}
+
+fn of_token(token: ReadToken) -> TransferId {
+    TransferId { slot: (token.0 >> 32) as u32, generation: token.0 as u32 }
+}
+
+impl Core {
+    /// A handle asks for a read. It has been checked; only the peer may have gone since.
+    pub(super) fn start_read(&mut self, command: ReadCommand) {
+        add(&self.counters().transfers_started, 1);
+        let peer = command.peer.0;
+        let state = self.new_transfer(command);
+        let ready = self.peers.get(&peer).is_some_and(super::peers::PeerState::is_ready);
+        let id = self.transfers.insert(state);
+        if !ready {
+            self.end_transfer(id.slot, Err(TransferError::PeerLost("it is gone".into())));
+            return;
+        }
+        let started = match self.transfers.in_slot(id.slot) {
+            Some(state) if state.lane == Lane::Native => Ok(()),
+            Some(state) => {
+                let tables: Vec<u32> = state.tables.iter().map(|pair| pair.remote.id).collect();
+                let runs = PairRuns::new(&state.pairs);
+                let request = kvferry_wire::encode_read(
+                    id,
+                    &tables,
+                    Counted { left: runs.clone().count(), runs },
+                );
+                request.map(|message| self.push_message(peer, message))
+            }
+            None => return,
+        };
+        if let Err(error) = started {
+            self.end_transfer(id.slot, Err(TransferError::Protocol(error.to_string())));
+            return;
+        }
+        if let Some(state) = self.peers.get_mut(&peer)
+            && self.transfers.in_slot(id.slot).is_some_and(|t| t.lane == Lane::Native)
+        {
+            state.reads.push_back(id.slot);
+        }
+        self.activate(peer);
+    }
+
+    fn new_transfer(&self, command: ReadCommand) -> TransferState {
+        let ReadCommand { number, peer, lane, tables, pairs, timeout, deadline, cell } = command;
+        let mut starts = Vec::with_capacity(tables.len());
+        let mut holds: Vec<RegionHold> = Vec::new();
+        let (mut total, mut operations) = (0_u64, 0_u64);
+        let merged = PairRuns::new(&pairs).count() as u64;
+        for pair in &tables {
+            let local = pair.local.description();
+            starts.push(total);
+            // Cannot overflow: the blocks lie in memory on both sides.
+            total += local.block_bytes * pairs.len() as u64;
+            let merge = is_dense(local) && is_dense(&pair.remote);
+            operations += if merge { merged } else { pairs.len() as u64 };
+            let region = pair.local.region();
+            if !holds.iter().any(|hold| hold.id == region.id) {
+                holds.push(RegionHold::new(region));
+            }
+        }
+        TransferState {
+            number,
+            peer: peer.0,
+            lane,
+            tables,
+            pairs,
+            starts,
+            holds,
+            total,
+            done: 0,
+            operations,
+            extents: Extents::default(),
+            cursor: Cursor::default(),
+            in_flight: 0,
+            started: self.now,
+            timeout,
+            deadline,
+            cell,
+            ended: false,
+        }
+    }
+
+    /// Bytes of a stream have arrived.
+    pub(super) fn served_data(&mut self, peer: u64, id: TransferId, offset: u64, bytes: &[u8]) {
+        let Some(state) = self.transfers.get(id) else {
+            // Normal after a cancel or a deadline.
+            add(&self.shared.counters.segments_dropped, 1);
+            return;
+        };
+        if state.peer != peer || state.lane != Lane::Served {
+            self.protocol_violation("data for another peer's transfer");
+            return;
+        }
+        let scatter = Scatter {
+            tables: &state.tables,
+            starts: &state.starts,
+            pairs: &state.pairs,
+            total: state.total,
+        };
+        if let Err(error) = scatter.write(offset, bytes) {
+            self.end_transfer(id.slot, Err(TransferError::Protocol(error.to_string())));
+            return;
+        }
+        if !state.extents.insert(offset, offset + bytes.len() as u64) {
+            let what = format!("it sent bytes at offset {offset} twice");
+            self.end_transfer(id.slot, Err(TransferError::Protocol(what)));
+            return;
+        }
+        state.done += bytes.len() as u64;
+        let whole = state.done == state.total;
+        add(&self.shared.counters.served_bytes, bytes.len() as u64);
+        if whole {
+            self.succeed(id.slot);
+        }
+    }
+
+    /// A native read of some transfer has ended.
+    pub(super) fn native_done(&mut self, token: ReadToken, result: Result<(), FabricError>) {
+        let id = of_token(token);
+        let Some(state) = self.transfers.get(id) else { return };
+        state.in_flight = state.in_flight.saturating_sub(1);
+        let (peer, ended) = (state.peer, state.ended);
+        let quiet = state.in_flight == 0;
+        let posted_all = state.cursor.is_behind(&state.tables);
+        if let Some(peer_state) = self.peers.get_mut(&peer) {
+            peer_state.reads_in_flight = peer_state.reads_in_flight.saturating_sub(1);
+        }
+        self.activate(peer);
+        match (ended, result) {
+            (true, _) if quiet => self.quiesce(id.slot),
+            (true, _) => {}
+            (false, Err(error)) => {
+                self.end_transfer(id.slot, Err(TransferError::Operation(error)));
+            }
+            (false, Ok(())) if quiet && posted_all => self.succeed(id.slot),
+            (false, Ok(())) => {}
+        }
+    }
+
+    fn succeed(&mut self, slot: u32) {
+        let Some(state) = self.transfers.in_slot(slot) else { return };
+        let report = TransferReport {
+            bytes: state.total,
+            operations: state.operations,
+            lane: Some(state.lane),
+            elapsed: state.started.elapsed(),
+        };
+        add(&self.shared.counters.block_operations, report.operations);
+        if state.lane == Lane::Native {
+            add(&self.shared.counters.native_bytes, report.bytes);
+        }
+        self.end_transfer(slot, Ok(report));
+    }
+
+    /// Gives a transfer its outcome. It stays, in quarantine, while operations may touch memory.
+    pub(super) fn end_transfer(&mut self, slot: u32, outcome: Outcome) {
+        let Some(state) = self.transfers.in_slot(slot) else { return };
+        if state.ended {
+            return;
+        }
+        state.ended = true;
+        let counter = match &outcome {
+            Ok(_) => &self.shared.counters.transfers_succeeded,
+            Err(error) => {
+                tracing::debug!(number = state.number, lane = %state.lane, %error, "transfer failed");
+                &self.shared.counters.transfers_failed
+            }
+        };
+        add(counter, 1);
+        if state.in_flight > 0 {
+            add(&self.shared.counters.quarantined_bytes, state.total);
+            state.cell.complete(outcome);
+            return;
+        }
+        if let Some(state) = self.transfers.remove(slot) {
+            finish(*state, Some(outcome));
+        }
+    }
+
+    fn quiesce(&mut self, slot: u32) {
+        if let Some(state) = self.transfers.remove(slot) {
+            subtract(&self.shared.counters.quarantined_bytes, state.total);
+            finish(*state, None);
+        }
+    }
+
+    /// Fails every transfer of a peer.
+    pub(super) fn fail_transfers_of(
+        &mut self,
+        peer: u64,
+        error: impl Fn(u64, u64) -> TransferError,
+    ) {
+        for slot in self.transfers.of_peer(peer) {
+            if let Some(state) = self.transfers.in_slot(slot) {
+                let error = error(state.done, state.total);
+                self.end_transfer(slot, Err(error));
+            }
+        }
+    }
+
+    /// The peer refused a served transfer.
+    pub(super) fn fail_served(&mut self, peer: u64, id: TransferId, error: TransferError) {
+        if self.transfers.get(id).is_some_and(|state| state.peer == peer) {
+            self.end_transfer(id.slot, Err(error));
+        }
+    }
+
+    /// A handle gives up.
+    pub(super) fn cancel(&mut self, number: u64) {
+        if let Some(&slot) = self.transfers.numbers.get(&number) {
+            self.stop_stream(slot);
+            self.end_transfer(slot, Err(TransferError::Cancelled));
+        }
+    }
+
+    /// Tells the peer to send no more of a served transfer.
+    fn stop_stream(&mut self, slot: u32) {
+        let Some(id) = self.transfers.id_of(slot) else { return };
+        if let Some(state) = self.transfers.in_slot(slot)
+            && state.lane == Lane::Served
+            && !state.ended
+        {
+            let peer = state.peer;
+            self.push_message(peer, kvferry_wire::encode_read_cancel(id));
+        }
+    }
+
+    /// Judges the deadlines of transfers.
+    pub(super) fn transfer_timers(&mut self) -> bool {
+        let mut any = false;
+        while let Some(&(deadline, slot)) = self.transfers.deadlines.first()
+            && deadline <= self.now
+        {
+            any = true;
+            let Some(state) = self.transfers.in_slot(slot) else {
+                self.transfers.deadlines.remove(&(deadline, slot));
+                continue;
+            };
+            let error = TransferError::Stalled {
+                done: state.done,
+                total: state.total,
+                waited: state.timeout,
+            };
+            let (peer, in_flight) = (state.peer, state.in_flight);
+            self.transfers.deadlines.remove(&(deadline, slot));
+            self.stop_stream(slot);
+            self.end_transfer(slot, Err(error));
+            if in_flight > 0 {
+                // UCX cannot cancel a GET; only the end of the endpoint ends it.
+                self.lose(peer, "a read did not end by its deadline");
+            }
+        }
+        any
+    }
+
+    /// Ends every transfer that is left, when the fabric is gone and nothing can touch memory.
+    pub(super) fn abandon_transfers(&mut self) {
+        let slots: Vec<u32> = self.transfers.occupied().map(|(slot, _)| slot).collect();
+        for slot in slots {
+            if let Some(state) = self.transfers.in_slot(slot) {
+                state.in_flight = 0;
+            }
+            self.end_transfer(slot, Err(TransferError::Stopped));
+            self.quiesce(slot);
+        }
+    }
+}
+
+/// Lets go of the memory first, so that whoever sees the end can act on it.
+fn finish(state: TransferState, outcome: Option<Outcome>) {
+    let TransferState { cell, holds, tables, .. } = state;
+    drop((holds, tables));
+    if let Some(outcome) = outcome {
+        cell.complete(outcome);
+    }
+    cell.quiesce();
+}
+
+/// Runs of ids for the wire, whose number is known.
+struct Counted<'a> {
+    left: usize,
+    runs: PairRuns<'a>,
+}
+
+impl Iterator for Counted<'_> {
+    type Item = BlockRun;
+
+    fn next(&mut self) -> Option<BlockRun> {
+        let run = self.runs.next()?;
+        self.left -= 1;
+        Some(BlockRun { first: run.first.remote, count: run.count })
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.left, Some(self.left))
+    }
+}
+
+impl ExactSizeIterator for Counted<'_> {}

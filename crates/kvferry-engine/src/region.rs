@@ -1,0 +1,129 @@
+//! Registered regions: what the engine, its tables and its operations share.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvferry_wire::RegionDescription;
+
+use crate::error::DeregisterError;
+use crate::fabric::RegionHandle;
+use crate::memory::MemoryRegion;
+use crate::shared::Shared;
+
+/// A region as the progress thread and operations see it.
+pub(crate) struct RegionInner {
+    pub(crate) id: u32,
+    pub(crate) memory: MemoryRegion,
+    pub(crate) handle: RegionHandle,
+    pub(crate) key: Option<Vec<u8>>,
+    /// Operations that may touch the memory; the region stays registered until this is zero.
+    operations: AtomicU64,
+}
+
+impl RegionInner {
+    pub(crate) fn new(
+        id: u32,
+        memory: MemoryRegion,
+        handle: RegionHandle,
+        key: Option<Vec<u8>>,
+    ) -> Self {
+        Self { id, memory, handle, key, operations: AtomicU64::new(0) }
+    }
+
+    pub(crate) fn operations(&self) -> u64 {
+        self.operations.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn describe(&self) -> RegionDescription {
+        RegionDescription {
+            id: self.id,
+            base: self.memory.address(),
+            bytes: self.memory.bytes(),
+            kind: self.memory.kind(),
+            key: self.key.clone(),
+        }
+    }
+}
+
+/// Keeps a region registered while an operation uses it.
+pub(crate) struct RegionHold(Arc<RegionInner>);
+
+impl RegionHold {
+    pub(crate) fn new(region: &Arc<RegionInner>) -> Self {
+        region.operations.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(region))
+    }
+}
+
+impl std::ops::Deref for RegionHold {
+    type Target = RegionInner;
+    fn deref(&self) -> &RegionInner {
+        &self.0
+    }
+}
+
+impl Drop for RegionHold {
+    fn drop(&mut self) {
+        self.0.operations.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+/// A registered region.
+///
+/// Registering the same range again gives another `Region` over the same registration; the range is
+/// given up when the last of them is dropped or deregistered and the last operation on it has ended.
+/// Dropping never blocks: a region in use is left to the progress thread and counted in
+/// [`quarantined_regions`](crate::CounterSnapshot::quarantined_regions).
+pub struct Region {
+    pub(crate) inner: Arc<RegionInner>,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) released: bool,
+}
+
+impl Region {
+    /// The region's number, by which tables and peers name it.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.inner.id
+    }
+
+    /// The memory itself.
+    #[must_use]
+    pub fn memory(&self) -> &MemoryRegion {
+        &self.inner.memory
+    }
+
+    /// Operations that use the region now.
+    #[must_use]
+    pub fn operations(&self) -> u64 {
+        self.inner.operations()
+    }
+
+    /// Gives the region up and waits until nothing uses it. Its tables are withdrawn first, so that
+    /// no new read starts.
+    ///
+    /// # Errors
+    /// [`DeregisterError::Busy`] if operations still use it after `timeout`; it is then given up
+    /// when they end. [`DeregisterError::Engine`] if the engine does not answer.
+    pub fn deregister(mut self, timeout: Duration) -> Result<(), DeregisterError> {
+        self.released = true;
+        self.shared.release_region(&self.inner, Some(timeout))
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        if !self.released {
+            // Without a timeout nothing is waited for, and a stopped engine holds nothing.
+            let _ = self.shared.release_region(&self.inner, None);
+        }
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "region {}: {:?}", self.inner.id, self.inner.memory)
+    }
+}

@@ -1,0 +1,220 @@
+//! What the handles and the progress thread of one engine share.
+//!
+//! The catalog (regions and tables) is written by handles under a lock and read by the progress
+//! thread once per read request, never per block.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use crossbeam::queue::SegQueue;
+use kvferry_wire::{Addresses, Description, Incarnation, UcxVersion};
+
+use crate::command::{Command, ReleaseRegion};
+use crate::config::EngineConfig;
+use crate::counters::Counters;
+use crate::error::{DeregisterError, EngineError};
+use crate::fabric::Capabilities;
+use crate::memory::RegionMap;
+use crate::region::RegionInner;
+use crate::table::Table;
+use crate::wake::Waker;
+
+/// What the fabric said when it started.
+#[derive(Debug)]
+pub(crate) struct Started {
+    pub(crate) capabilities: Capabilities,
+    pub(crate) addresses: Addresses,
+}
+
+/// Regions and tables that exist.
+#[derive(Default)]
+pub(crate) struct Catalog {
+    pub(crate) map: RegionMap,
+    pub(crate) next_region: u32,
+    pub(crate) regions: Vec<Arc<RegionInner>>,
+    pub(crate) next_table: u32,
+    pub(crate) tables: Vec<Table>,
+}
+
+impl Catalog {
+    /// Tables are few and their ids ascend, so a search by halves serves.
+    pub(crate) fn table(&self, id: u32) -> Option<&Table> {
+        let place = self.tables.binary_search_by_key(&id, Table::id).ok()?;
+        self.tables.get(place)
+    }
+
+    pub(crate) fn region(&self, id: u32) -> Option<&Arc<RegionInner>> {
+        self.regions.iter().find(|region| region.id == id)
+    }
+}
+
+pub(crate) struct Shared {
+    pub(crate) config: EngineConfig,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) counters: Counters,
+    pub(crate) commands: SegQueue<Command>,
+    pub(crate) waker: Waker,
+    pub(crate) catalog: Mutex<Catalog>,
+    /// Registrations happen one after the other, so that an identical range is found registered.
+    pub(crate) registering: Mutex<()>,
+    pub(crate) started: OnceLock<Started>,
+    stopped: AtomicBool,
+    pid: u32,
+}
+
+impl Shared {
+    pub(crate) fn new(config: EngineConfig) -> Result<Self, EngineError> {
+        let waker =
+            Waker::new().map_err(|source| EngineError::System { step: "eventfd", source })?;
+        Ok(Self {
+            config,
+            incarnation: Incarnation::random()?,
+            counters: Counters::default(),
+            commands: SegQueue::new(),
+            waker,
+            catalog: Mutex::default(),
+            registering: Mutex::new(()),
+            started: OnceLock::new(),
+            stopped: AtomicBool::new(false),
+            pid: std::process::id(),
+        })
+    }
+
+    pub(crate) fn catalog(&self) -> MutexGuard<'_, Catalog> {
+        self.catalog.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses a stopped engine and a handle that was carried over a fork.
+    pub(crate) fn check(&self) -> Result<(), EngineError> {
+        let here = std::process::id();
+        if here != self.pid {
+            return Err(EngineError::Forked { owner: self.pid, here });
+        }
+        if self.stopped.load(Ordering::Acquire) {
+            return Err(EngineError::Stopped);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn submit(&self, command: Command) -> Result<(), EngineError> {
+        self.check()?;
+        self.commands.push(command);
+        if self.is_stopped() {
+            // The progress thread may have looked at the queue for the last time before the push.
+            self.refuse_commands();
+            return Err(EngineError::Stopped);
+        }
+        self.waker.wake();
+        Ok(())
+    }
+
+    /// Answers the commands that came too late for the progress thread.
+    pub(crate) fn refuse_commands(&self) {
+        while let Some(command) = self.commands.pop() {
+            command.refuse();
+        }
+    }
+
+    /// Submits a command that answers, and waits for the answer.
+    pub(crate) fn ask<T>(
+        &self,
+        what: &'static str,
+        timeout: Duration,
+        command: impl FnOnce(Sender<T>) -> Command,
+    ) -> Result<T, EngineError> {
+        let (sender, receiver) = bounded(1);
+        self.submit(command(sender))?;
+        Self::answer(&receiver, what, timeout)
+    }
+
+    pub(crate) fn answer<T>(
+        receiver: &Receiver<T>,
+        what: &'static str,
+        timeout: Duration,
+    ) -> Result<T, EngineError> {
+        receiver.recv_timeout(timeout).map_err(|error| match error {
+            RecvTimeoutError::Timeout => EngineError::NoAnswer { what, waited: timeout },
+            RecvTimeoutError::Disconnected => EngineError::Stopped,
+        })
+    }
+
+    /// Called by the progress thread when it takes no more commands.
+    pub(crate) fn mark_stopped(&self) {
+        self.stopped.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Acquire)
+    }
+
+    /// Takes one registration off a region; with the last, withdraws its tables and has the
+    /// progress thread give it up.
+    pub(crate) fn release_region(
+        &self,
+        region: &Arc<RegionInner>,
+        wait: Option<Duration>,
+    ) -> Result<(), DeregisterError> {
+        {
+            let mut catalog = self.catalog();
+            let memory = &region.memory;
+            if !catalog.map.remove(memory.kind(), memory.address()) {
+                return Ok(());
+            }
+            catalog.tables.retain(|table| table.description().region != region.id);
+            catalog.regions.retain(|other| other.id != region.id);
+        }
+        let Some(timeout) = wait else {
+            let release = ReleaseRegion { region: Arc::clone(region), waiter: None };
+            return Ok(self.submit(Command::Release(release))?);
+        };
+        let (sender, receiver) = bounded(1);
+        let release = ReleaseRegion {
+            region: Arc::clone(region),
+            waiter: Some((Instant::now() + timeout, sender)),
+        };
+        self.submit(Command::Release(release))?;
+        // The progress thread answers by `timeout`; more than that and it is stuck.
+        let patience = timeout + self.config.command_timeout;
+        match Self::answer(&receiver, "a deregistration", patience)? {
+            0 => Ok(()),
+            operations => {
+                Err(DeregisterError::Busy { region: region.id, operations, waited: timeout })
+            }
+        }
+    }
+
+    /// What peers are told. `None` before the fabric has started.
+    pub(crate) fn describe(&self) -> Option<Description> {
+        let started = self.started.get()?;
+        let catalog = self.catalog();
+        Some(Description {
+            engine: self.config.engine_id.clone(),
+            incarnation: self.incarnation,
+            rank: self.config.rank,
+            instance: self.config.instance,
+            kvferry_version: env!("CARGO_PKG_VERSION").into(),
+            ucx: started.capabilities.ucx,
+            host: host_identity(),
+            addresses: started.addresses.clone(),
+            compatibility: self.config.compatibility.clone(),
+            regions: catalog.regions.iter().map(|region| region.describe()).collect(),
+            tables: catalog.tables.iter().map(|table| table.description().clone()).collect(),
+            unix_socket: None,
+        })
+    }
+
+    pub(crate) fn ucx_version(&self) -> Option<UcxVersion> {
+        self.started.get()?.capabilities.ucx
+    }
+}
+
+/// The same text on the same running host, another after a reboot.
+fn host_identity() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    match boot.trim() {
+        "" => "unknown".into(),
+        boot => boot.into(),
+    }
+}
