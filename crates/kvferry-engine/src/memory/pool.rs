@@ -31,7 +31,8 @@ impl HostPool {
     /// Makes a pool of `bytes` zeroed bytes.
     ///
     /// # Errors
-    /// [`MemoryError::Empty`] for zero bytes, [`MemoryError::Pool`] with the step that failed.
+    /// [`MemoryError::Empty`] for zero bytes, [`MemoryError::NoMemory`] if that much is not there,
+    /// [`MemoryError::Pool`] with the step that failed.
     #[allow(clippy::new_ret_no_self, reason = "a pool is shared from its first moment")]
     pub fn new(bytes: usize) -> Result<Arc<Self>, MemoryError> {
         Self::with_options(bytes, HostPoolOptions::default())
@@ -44,6 +45,9 @@ impl HostPool {
     pub fn with_options(bytes: usize, options: HostPoolOptions) -> Result<Arc<Self>, MemoryError> {
         if bytes == 0 {
             return Err(MemoryError::Empty { address: 0 });
+        }
+        if !options.huge_pages {
+            check_available(bytes as u64)?;
         }
         let failed = |step| {
             move |error: rustix::io::Errno| MemoryError::Pool {
@@ -92,6 +96,40 @@ impl HostPool {
     }
 }
 
+/// Refuses a pool that the machine, or the control group that we run in, has no memory for.
+///
+/// A memfd has no size limit of its own: without this look, allocating its pages would take all
+/// memory first and then have the kernel kill somebody. Huge pages are reserved, so there the
+/// allocation itself answers.
+fn check_available(bytes: u64) -> Result<(), MemoryError> {
+    let available = [meminfo_available(), cgroup_available()].into_iter().flatten().min();
+    match available {
+        Some(available) if bytes > available => {
+            Err(MemoryError::NoMemory { bytes, available })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// `MemAvailable`, the kernel's estimate of what can be had without swapping.
+fn meminfo_available() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// What the control group (version 2) has left, if it has a limit.
+fn cgroup_available() -> Option<u64> {
+    let group = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = group.lines().find_map(|line| line.strip_prefix("0::"))?;
+    let number = |file: &str| -> Option<u64> {
+        let text = std::fs::read_to_string(format!("/sys/fs/cgroup{path}/{file}")).ok()?;
+        text.trim().parse().ok()
+    };
+    number("memory.max").map(|max| max.saturating_sub(number("memory.current").unwrap_or(0)))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -111,7 +149,7 @@ mod tests {
     #[test]
     fn a_pool_that_does_not_fit_is_an_error_with_its_size() {
         let error = HostPool::new(1 << 60).unwrap_err();
-        assert!(error.to_string().contains("1152921504606846976 bytes failed"), "{error}");
+        assert!(matches!(error, MemoryError::NoMemory { bytes, .. } if bytes == 1 << 60), "{error}");
         assert!(matches!(HostPool::new(0).unwrap_err(), MemoryError::Empty { .. }));
     }
 

@@ -43,6 +43,14 @@ pub enum MemoryError {
         /// The kind it has.
         kind: MemoryKind,
     },
+    /// A pool that is larger than the memory there is.
+    #[error("a host pool of {bytes} bytes was asked for, {available} bytes of memory are available; ask for less")]
+    NoMemory {
+        /// Size of the pool.
+        bytes: u64,
+        /// What the machine or the control group has left.
+        available: u64,
+    },
     /// The operating system refused memory for a pool.
     #[error("{step} for a host pool of {bytes} bytes failed: {source}; free memory or ask for less")]
     Pool {
