@@ -11,6 +11,9 @@
 //! parameters are exported. Either state can end, in one of three ways ([`End`]): every expected
 //! reader released it, its time ran out, or the scheduler half revoked it.
 //!
+//! [`LeaseService`] runs a table on an engine's progress thread and [`LeaseControl`] is its
+//! other end, for the rest of the rank.
+//!
 //! What the table keeps true:
 //!
 //! * Every lease that was reserved ends exactly once, and its end comes out exactly once.
@@ -75,6 +78,7 @@ mod counters;
 mod early;
 mod expiry;
 mod plan;
+mod service;
 mod state;
 mod table;
 mod tombstone;
@@ -87,5 +91,6 @@ mod tests;
 pub use config::{LeaseConfig, LeaseConfigError, MAX_LEASE};
 pub use counters::{LeaseCounters, LeaseGauges, Refusals};
 pub use plan::{PlanError, StepLeases};
+pub use service::{LeaseControl, LeaseControlError, LeaseEvent, LeaseService, LeaseSnapshot};
 pub use state::End;
 pub use table::{Answer, Ended, LeaseTable, RenewAnswer};

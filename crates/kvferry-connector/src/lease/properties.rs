@@ -93,6 +93,8 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
             .prop_map(|(which, peer)| Op::Resend { which, peer }),
         12 => (prop::collection::vec(0_u64..20, 1..8), prop::bool::weighted(0.95))
             .prop_map(|(back, right_instance)| Op::Renew { back, right_instance }),
+        // A consumer that keeps everything alive.
+        8 => Just(Op::Renew { back: (0..20).collect(), right_instance: true }),
         20 => (0_u64..6).prop_map(Op::Tick),
         5 => (0_u64..4).prop_map(Op::Wait),
         3 => (0_u8..3).prop_map(Op::PeerGone),
