@@ -11,14 +11,12 @@ use kvferry_wire::MemoryKind;
 use ucx_sys::*;
 
 use super::endpoint::Link;
+use super::sealed::Sealed;
 use super::status;
-use super::worker::{Context, padded};
+use super::worker::Context;
 use crate::error::FabricError;
 use crate::fabric::{EndpointId, KeyId, RegionHandle, Registered};
 use crate::memory::MemoryRegion;
-
-/// A packed key is a map of memory domains (8 bytes), a memory type, and what the domains add.
-const MIN_KEY_BYTES: usize = 9;
 
 struct Key {
     endpoint: EndpointId,
@@ -89,17 +87,11 @@ impl Memory {
         key: &[u8],
     ) -> Result<KeyId, FabricError> {
         const CALL: &str = "ucp_ep_rkey_unpack";
-        if key.len() < MIN_KEY_BYTES {
-            let reason = format!(
-                "a key of {} bytes, at least {MIN_KEY_BYTES} expected",
-                key.len()
-            );
-            return Err(FabricError::new(CALL, reason));
-        }
-        let bytes = padded(key);
+        let bytes = Sealed::Key
+            .open(key)
+            .map_err(|reason| FabricError::new(CALL, reason))?;
         let mut handle = ptr::null_mut();
-        // SAFETY: the endpoint is open; the key is padded, so that UCX finds its end whatever the
-        // bytes say.
+        // SAFETY: the endpoint is open; the key is one that a UCX packed, whole (its seal says so).
         let result =
             unsafe { ucp_ep_rkey_unpack(link.handle(), bytes.as_ptr().cast(), &raw mut handle) };
         status::check(CALL, result)?;
@@ -199,7 +191,7 @@ fn pack(context: &Context, handle: ucp_mem_h) -> Result<Vec<u8>, FabricError> {
         unsafe { ucp_rkey_pack(context.handle(), handle, &raw mut buffer, &raw mut length) };
     status::check("ucp_rkey_pack", result)?;
     // SAFETY: UCX says that `length` bytes are there; copied here.
-    let key = unsafe { slice::from_raw_parts(buffer.cast::<u8>(), length) }.to_vec();
+    let key = Sealed::Key.seal(unsafe { slice::from_raw_parts(buffer.cast::<u8>(), length) });
     // SAFETY: packed above, released once.
     unsafe { ucp_rkey_buffer_release(buffer) };
     Ok(key)

@@ -16,6 +16,7 @@ mod endpoint;
 mod log;
 mod memory;
 mod operations;
+mod sealed;
 mod settings;
 mod status;
 mod transports;
@@ -118,8 +119,8 @@ impl UcxFabric {
             native,
         };
         let addresses = Addresses {
-            message: message.address().to_vec(),
-            data: data.as_ref().map(|worker| worker.address().to_vec()),
+            message: message.sealed_address(),
+            data: data.as_ref().map(Worker::sealed_address),
         };
         Ok(Self {
             capabilities,

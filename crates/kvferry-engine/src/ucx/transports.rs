@@ -97,3 +97,42 @@ fn from_text(text: &str) -> Vec<String> {
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(lanes: &[&str]) -> String {
+        let head = "#\n# UCP endpoint \n#\n#               peer: <no debug data>\n";
+        let lane = |line: &&str| format!("#                 {line}\n");
+        let tail = "#\n#                 am_send: 0..<egr/short>..262137..<rndv>..(inf)\n#\n";
+        [head, &lanes.iter().map(lane).collect::<String>(), tail].concat()
+    }
+
+    /// Lines as the versions named print them.
+    #[test]
+    fn lanes_are_found_in_printed_text() {
+        let tcp_1_13 = "lane[0]:  1:tcp/lo.0 md[1]                -> \
+            md[1]/tcp/sysdev[255] am am_bw#0 keepalive wireup";
+        let tcp_1_22 = "lane[0]:  0:tcp/lo.0 md[0]                -> \
+            md[0]/tcp/sysdev[255] seg 4294967295 am keepalive wireup";
+        let posix =
+            "lane[0]:  5:posix/memory.0 md[4]           -> md[4]/posix/sysdev[255] am am_bw#0";
+        let cma = "lane[1]:  7:cma/memory.0 md[6]             -> md[6]/cma/sysdev[255] rma_bw#0";
+        let rc = "lane[0]:  4:rc_verbs/rxe0:1.0 md[3]         -> md[3]/ib/sysdev[255] rma_bw#0 am";
+        let path = "lane[1]:  4:rc_verbs/rxe0:1.1 md[3]         -> md[3]/ib/sysdev[255] rma_bw#1";
+        let vlan = "lane[0]:  2:tcp/eth0.100.0 md[1]           -> md[1]/tcp/sysdev[255] am";
+        let table: [(&[&str], &str); 7] = [
+            (&[tcp_1_13], "tcp/lo"),
+            (&[tcp_1_22], "tcp/lo"),
+            (&[posix, cma], "posix/memory,cma/memory"),
+            (&[rc, path], "rc_verbs/rxe0:1"),
+            (&[vlan], "tcp/eth0.100"),
+            (&[], "unknown"),
+            (&["lane[0]: <none>", "lane[1", "lane[2]:"], "unknown"),
+        ];
+        for (lanes, expected) in table {
+            assert_eq!(joined(from_text(&text(lanes))), expected, "{lanes:?}");
+        }
+    }
+}

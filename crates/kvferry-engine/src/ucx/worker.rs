@@ -13,6 +13,7 @@ use std::slice;
 use ucx_sys::*;
 
 use super::callbacks::{Mailbox, on_message};
+use super::sealed::Sealed;
 use super::settings::{TcpSegments, in_text};
 use super::{log, status};
 use crate::error::FabricError;
@@ -239,14 +240,15 @@ impl Worker {
         address: &[u8],
         err_handler: ucp_err_handler_t,
     ) -> Result<ucp_ep_h, FabricError> {
-        let address = padded(address);
-        let mut params = endpoint_params(&address);
+        let opened = Sealed::Address.open(address);
+        let address = opened.map_err(|reason| FabricError::new("ucp_ep_create", reason))?;
+        let mut params = endpoint_params(address);
         params.field_mask |= u64::from(UCP_EP_PARAM_FIELD_ERR_HANDLER);
         params.err_handler = err_handler;
         let mut endpoint = ptr::null_mut();
         let (result, said) = log::capture(|| {
-            // SAFETY: the worker is live; the address is padded, so that UCX finds its end whatever
-            // the bytes say; the handler's argument outlives the endpoint (see `Link`).
+            // SAFETY: the worker is live; the address is one that a UCX packed, whole (its seal
+            // says so); the handler's argument outlives the endpoint (see `Link`).
             unsafe { ucp_ep_create(self.handle.0, &raw const params, &raw mut endpoint) }
         });
         explain("ucp_ep_create", result, &self.context.transports, &said)?;
@@ -277,8 +279,9 @@ impl Worker {
         unsafe { BorrowedFd::borrow_raw(self.event_fd) }
     }
 
-    pub(super) fn address(&self) -> &[u8] {
-        &self.address
+    /// Where others reach this worker, as [`Worker::create_endpoint`] takes it.
+    pub(super) fn sealed_address(&self) -> Vec<u8> {
+        Sealed::Address.seal(&self.address)
     }
 
     pub(super) fn context(&self) -> &Context {
@@ -335,18 +338,6 @@ fn endpoint_params(address: &[u8]) -> ucp_ep_params_t {
         err_mode: UCP_ERR_HANDLING_MODE_PEER,
         ..Default::default()
     }
-}
-
-/// Bytes from a peer that UCX parses without being told their length, with zeros behind them.
-///
-/// The formats are lists of short entries (at most 256 bytes each, at most 128 of them) with their
-/// lengths in front, so that a parser that has left the bytes meets zeros and gives up within.
-pub(super) fn padded(bytes: &[u8]) -> Vec<u8> {
-    const ZEROS: usize = 64 << 10;
-    let mut padded = Vec::with_capacity(bytes.len() + ZEROS);
-    padded.extend_from_slice(bytes);
-    padded.resize(bytes.len() + ZEROS, 0);
-    padded
 }
 
 /// An error with the transports in force and UCX's own reasons, which its statuses do not give.
