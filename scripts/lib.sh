@@ -142,12 +142,15 @@ require_component() {
 install_tool() {
     local crate=$1 version=$2
     note "cargo install $crate@$version --locked (some minutes, once per machine)"
+    # Where somebody watches, cargo shows how far it is; in a log it would be hundreds of lines.
+    local quiet=()
+    [[ -t 2 ]] || quiet=(--quiet)
     # Quick to build rather than quick to run; in a build directory of its own, which
     # cargo removes at the end.
     env -u CARGO_TARGET_DIR -u RUSTFLAGS -u CARGO_BUILD_TARGET \
         CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_LTO=off \
         CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_DEBUG=0 \
-        cargo install --quiet --locked "$crate@$version" </dev/null >&2
+        cargo install "${quiet[@]}" --locked "$crate@$version" </dev/null >&2
 }
 
 # The directory that cargo builds into, wherever it was configured.
