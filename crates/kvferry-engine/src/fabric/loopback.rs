@@ -267,8 +267,8 @@ impl Fabric for LoopbackFabric {
         if idle { Armed::Idle } else { Armed::Busy }
     }
 
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
-        vec![self.node.event.as_fd()]
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2] {
+        [Some(self.node.event.as_fd()), None]
     }
 
     fn shutdown(&mut self, sink: &mut dyn Sink, _deadline: Instant) {

@@ -196,8 +196,9 @@ pub trait Fabric {
     fn progress(&mut self, sink: &mut dyn Sink) -> bool;
     /// Prepares for sleep.
     fn arm(&mut self) -> Armed;
-    /// Descriptors that become readable when there is something to progress.
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>>;
+    /// Descriptors that become readable when there is something to progress, at most one per
+    /// context. An array, because the progress thread asks before every sleep.
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2];
     /// Gives everything up, waiting for open operations until `deadline`.
     fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant);
 }

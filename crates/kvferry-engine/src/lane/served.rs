@@ -87,7 +87,7 @@ impl ServeJob {
         let mut filled = 0;
         while filled < out.len() {
             let Some(table) = self.tables.get(self.table) else { break };
-            let Some(run) = request.runs().nth(self.run) else {
+            let Some(run) = request.run(self.run) else {
                 self.table += 1;
                 self.run = 0;
                 continue;

@@ -119,15 +119,29 @@ fn meminfo_available() -> Option<u64> {
     kib.checked_mul(1024)
 }
 
-/// What the control group (version 2) has left, if it has a limit.
+/// What the control group has left, if it has a limit. Both versions are asked.
 fn cgroup_available() -> Option<u64> {
-    let group = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let path = group.lines().find_map(|line| line.strip_prefix("0::"))?;
-    let number = |file: &str| -> Option<u64> {
-        let text = std::fs::read_to_string(format!("/sys/fs/cgroup{path}/{file}")).ok()?;
-        text.trim().parse().ok()
+    let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let number = |path: String| -> Option<u64> {
+        std::fs::read_to_string(path).ok()?.trim().parse().ok()
     };
-    number("memory.max").map(|max| max.saturating_sub(number("memory.current").unwrap_or(0)))
+    groups
+        .lines()
+        .filter_map(|line| {
+            let (hierarchy, rest) = line.split_once(':')?;
+            let (controllers, group) = rest.split_once(':')?;
+            let (root, limit, usage) = if hierarchy == "0" {
+                ("/sys/fs/cgroup", "memory.max", "memory.current")
+            } else if controllers.split(',').any(|controller| controller == "memory") {
+                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            } else {
+                return None;
+            };
+            let limit = number(format!("{root}{group}/{limit}"))?;
+            let usage = number(format!("{root}{group}/{usage}")).unwrap_or(0);
+            Some(limit.saturating_sub(usage))
+        })
+        .min()
 }
 
 #[cfg(test)]

@@ -101,13 +101,11 @@ impl<F: Fabric> Progress<F> {
                     tv_nsec: i64::from(left.subsec_nanos()),
                 }
             });
-            let mut fds: Vec<PollFd<'_>> = self
-                .fabric
-                .event_fds()
-                .into_iter()
-                .chain([self.shared.waker.fd()])
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
-                .collect();
+            // A context that is not there is stood in for by the waker.
+            let waker = self.shared.waker.fd();
+            let [first, second] = self.fabric.event_fds();
+            let mut fds = [waker, first.unwrap_or(waker), second.unwrap_or(waker)]
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
             // An interrupted wait is one more turn of the loop.
             let _ = poll(&mut fds, timeout.as_ref());
         }

@@ -16,6 +16,7 @@ mod endpoint;
 mod log;
 mod memory;
 mod operations;
+mod report;
 mod sealed;
 mod settings;
 mod status;
@@ -41,6 +42,7 @@ use self::callbacks::{Event, Mailbox};
 use self::endpoint::{Endpoint, Link, Phase, Side};
 use self::memory::{Memory, memory_type};
 use self::operations::{Operation, Operations, Submitted};
+use self::report::{Nobody, no_data_endpoint, report, shut_down};
 use self::settings::TcpSegments;
 use self::worker::{MESSAGE_ID, Purpose, Settings, Worker};
 use crate::fabric::{
@@ -218,7 +220,11 @@ impl UcxFabric {
     }
 
     /// Destroys the workers, and reports what they had not ended by then.
+    ///
+    /// Every endpoint is closed first: 1.13 aborts if a worker is destroyed while an operation is
+    /// under way on an open endpoint.
     fn end(&mut self, sink: &mut dyn Sink) {
+        self.close_all();
         let Some(workers) = self.workers.take() else {
             return;
         };
@@ -243,25 +249,6 @@ impl UcxFabric {
         self.report_closed(sink);
         for (endpoint, _) in self.endpoints.drain() {
             sink.closed(endpoint);
-        }
-    }
-}
-
-fn report(
-    operation: Operation,
-    result: impl FnOnce(&'static str) -> Result<(), FabricError>,
-    sink: &mut dyn Sink,
-) {
-    match operation {
-        Operation::Send { endpoint, buffer } => {
-            sink.sent(endpoint, buffer, result("ucp_am_send_nbx"));
-        }
-        Operation::Read { token, .. } => sink.read_done(token, result("ucp_get_nbx")),
-        // That the endpoint is closed is said when its last operation has ended.
-        Operation::Close { endpoint } => {
-            if let Err(error) = result("ucp_ep_close_nbx") {
-                tracing::debug!(?endpoint, %error, "an endpoint was closed after a failure");
-            }
         }
     }
 }
@@ -474,21 +461,22 @@ impl Fabric for UcxFabric {
         if idle { Armed::Idle } else { Armed::Busy }
     }
 
-    fn event_fds(&self) -> Vec<BorrowedFd<'_>> {
-        self.workers
-            .iter()
-            .flat_map(Workers::iter)
-            .map(Worker::event_fd)
-            .collect()
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2] {
+        let Some(workers) = &self.workers else {
+            return [None, None];
+        };
+        let data = workers.data.as_ref().map(Worker::event_fd);
+        [Some(workers.message.event_fd()), data]
     }
 
     fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) {
         self.close_all();
-        while self.workers.is_some() && !self.endpoints.is_empty() && Instant::now() < deadline {
-            if !self.progress(sink) {
-                // The ends of operations have no event of their own in every transport.
-                std::thread::yield_now();
+        // At least once, as even a forced close ends operations only while UCX progresses.
+        while self.progress(sink) || !self.endpoints.is_empty() {
+            if self.endpoints.is_empty() || Instant::now() >= deadline {
+                break;
             }
+            std::thread::yield_now();
         }
         self.end(sink);
     }
@@ -510,27 +498,4 @@ impl fmt::Debug for UcxFabric {
             .field("operations", &self.operations.len())
             .finish_non_exhaustive()
     }
-}
-
-/// A sink for a fabric that is dropped: nobody is interested any more.
-struct Nobody;
-
-impl Sink for Nobody {
-    fn segment(&mut self, _bytes: &[u8]) {}
-    fn sent(&mut self, _: EndpointId, _: SendBuffer, _: Result<(), FabricError>) {}
-    fn read_done(&mut self, _: ReadToken, _: Result<(), FabricError>) {}
-    fn endpoint_failed(&mut self, _: EndpointId, _: FabricError) {}
-    fn closed(&mut self, _: EndpointId) {}
-    fn protocol_error(&mut self, _: &'static str) {}
-}
-
-fn shut_down(call: &'static str) -> FabricError {
-    FabricError::new(call, "the fabric was shut down")
-}
-
-fn no_data_endpoint(call: &'static str, endpoint: EndpointId) -> FabricError {
-    FabricError::new(
-        call,
-        format!("endpoint number {} has no data side", endpoint.0),
-    )
 }

@@ -498,8 +498,8 @@ fn a_panic_of_the_sink_goes_on_after_ucx_has_returned() {
     assert_eq!(b.sink.segments, [b"two", b"six"]);
 }
 
-#[test]
-fn shutdown_reports_everything_even_past_its_deadline() {
+/// A consumer with reads and sends that its peer does not answer.
+fn with_work_under_way() -> ([MemoryRegion; 2], Node, Node, EndpointId) {
     let (mut a, mut b, source, to_b, key) = reader_and_source(1 << 20);
     let target = region(1 << 20);
     let local_handle = a.fabric.register(&target).unwrap().handle;
@@ -519,15 +519,31 @@ fn shutdown_reports_everything_even_past_its_deadline() {
         a.read(to_b, token, &operation).unwrap();
     }
     clog(&mut a, to_b);
-    // No time at all.
-    let Node { fabric, sink, .. } = &mut a;
-    fabric.shutdown(sink, Instant::now());
+    assert!(a.fabric.operations.len() >= 16 && a.sink.reads.is_empty());
+    ([source, target], a, b, to_b)
+}
+
+fn everything_was_reported(a: &mut Node, endpoint: EndpointId) {
     assert!(a.all_sends_are_reported());
     assert_eq!(a.sink.reads.len(), 4);
-    assert_eq!(a.sink.closed, [to_b]);
-    assert!(a.fabric.event_fds().is_empty());
+    assert!(
+        a.sink.reads.iter().all(|(_, result)| result.is_err()),
+        "{:?}",
+        a.sink.reads
+    );
+    assert_eq!(a.sink.closed, [endpoint]);
+    assert_eq!(a.fabric.operations.len(), 0);
+    assert!(a.fabric.event_fds().iter().all(Option::is_none));
     assert!(!a.progress());
     assert_eq!(a.fabric.arm(), Armed::Idle);
+}
+
+#[test]
+fn shutdown_without_time_reports_everything() {
+    let (_memory, mut a, mut b, to_b) = with_work_under_way();
+    let Node { fabric, sink, .. } = &mut a;
+    fabric.shutdown(sink, Instant::now());
+    everything_was_reported(&mut a, to_b);
     let error = a
         .fabric
         .connect(EndpointId(2), &b.fabric.addresses())
@@ -536,12 +552,80 @@ fn shutdown_reports_everything_even_past_its_deadline() {
         error.to_string(),
         "connect failed: the fabric was shut down"
     );
-    assert!(a.fabric.register(&target).is_err());
+    assert!(a.fabric.register(&region(4096)).is_err());
     assert!(a.fabric.send(to_b, buffer(b"late")).is_err());
-    drop(a);
-    // And with time.
-    let Node { fabric, sink, .. } = &mut b;
+    let Node { fabric, sink, .. } = &mut a;
     fabric.shutdown(sink, Instant::now() + LIMIT);
+    assert_eq!(a.sink.closed, [to_b]);
+    end_unanswered(&mut b);
+}
+
+/// Ends a node without progress: 1.13 aborts when it answers a GET of a consumer that is gone.
+fn end_unanswered(node: &mut Node) {
+    node.fabric.end(&mut node.sink);
+    assert!(node.sink.closed.is_empty());
+}
+
+/// What shutting down comes to when operations do not end by its deadline.
+#[test]
+fn destroying_the_workers_ends_what_is_left() {
+    let (_memory, mut a, mut b, to_b) = with_work_under_way();
+    a.fabric.end(&mut a.sink);
+    everything_was_reported(&mut a, to_b);
+    end_unanswered(&mut b);
+}
+
+/// Closing is local: tcp keeps the connection while the other side sends on it, and UCX tells nobody.
+#[test]
+fn a_side_that_closes_does_not_disturb_the_other() {
+    const ROUNDS: usize = 10;
+    let (mut a, mut b) = (Node::new(true), Node::new(true));
+    let mut to_a = b.connect(0, &a);
+    for round in 0..ROUNDS {
+        let to_b = a.connect(round as u64, &b);
+        a.send(to_b, &pattern(round, 5000));
+        b.send(to_a, &pattern(round, 6000));
+        until(&mut [&mut a, &mut b], "both ways", |nodes| {
+            nodes
+                .iter()
+                .all(|node| node.sink.segments.len() == 2 * round + 1)
+        });
+        a.fabric.close(to_b);
+        until(&mut [&mut a, &mut b], "closing", |nodes| {
+            nodes[0].sink.closed.len() == round + 1
+        });
+        b.send(to_a, &pattern(round, 7000));
+        let once_more = a.connect((ROUNDS + round) as u64, &b);
+        a.send(once_more, &pattern(round, 8000));
+        until(&mut [&mut a, &mut b], "both ways again", |nodes| {
+            nodes
+                .iter()
+                .all(|node| node.sink.segments.len() == 2 * round + 2)
+        });
+        if round % 2 == 1 {
+            b.fabric.close(to_a);
+            to_a = b.connect(round as u64, &a);
+        }
+    }
+    for round in 0..ROUNDS {
+        assert!(
+            b.sink.segments[2 * round] == pattern(round, 5000),
+            "round {round}"
+        );
+        assert!(
+            a.sink.segments[2 * round] == pattern(round, 6000),
+            "round {round}"
+        );
+        assert!(
+            a.sink.segments[2 * round + 1] == pattern(round, 7000),
+            "round {round}"
+        );
+        assert!(
+            b.sink.segments[2 * round + 1] == pattern(round, 8000),
+            "round {round}"
+        );
+    }
+    assert!(a.sink.failed.is_empty() && b.sink.failed.is_empty());
 }
 
 /// C72 and C49: a transport list over which nobody could be reached is refused, with the reason.

@@ -114,6 +114,12 @@ impl<'a> ReadRequest<'a> {
         self.runs.iter().map(|&run| run.into())
     }
 
+    /// One run, found in constant time (an iterator's `nth` would walk to it).
+    #[must_use]
+    pub fn run(&self, index: usize) -> Option<BlockRun> {
+        self.runs.get(index).map(|&run| run.into())
+    }
+
     /// Number of tables.
     #[must_use]
     pub const fn table_count(&self) -> usize {

@@ -176,6 +176,7 @@ pub(super) fn until(nodes: &mut [&mut Node], what: &str, done: impl Fn(&[&mut No
 fn sleep(nodes: &[&mut Node], deadline: Instant, what: &str) {
     let fds = nodes.iter().flat_map(|node| node.fabric.event_fds());
     let mut fds: Vec<PollFd<'_>> = fds
+        .flatten()
         .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN))
         .collect();
     let left = deadline.saturating_duration_since(Instant::now());
