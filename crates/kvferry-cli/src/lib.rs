@@ -1,1 +1,80 @@
-//! cli
+//! The `kvferry` program: `demo`, `serve` and `pull`.
+//!
+//! Responsible for the command line, for a producer and a consumer that move blocks with a known
+//! pattern, and for judging and reporting what happened. Not responsible for moving anything: that
+//! is the engine's, under the connector's leases.
+//!
+//! Invariant: the exit status is 0 only if every byte that was to be read was read and verified,
+//! nothing is held at the end, and UCX carried all of it. It is 2 for a bad command line, and 1 for
+//! everything else.
+
+mod args;
+mod blocks;
+mod child;
+mod consumer;
+mod demo;
+mod error;
+mod fault;
+mod memory;
+mod pattern;
+mod producer;
+mod progress;
+mod pull;
+mod report;
+mod serve;
+mod share;
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+
+use clap::Parser;
+use tracing_subscriber::EnvFilter;
+
+use crate::args::{Cli, Command};
+use crate::error::CliError;
+
+/// Which lines of the log are wanted, in the syntax of `tracing`'s filters; `warn` if unset.
+const LOG_VARIABLE: &str = "KVFERRY_LOG";
+
+/// Runs the program with its arguments, the first of which is its name, and returns its exit
+/// status. The demo starts this very program a second time, so a test harness that calls this must
+/// do so before anything else when its first argument is a subcommand.
+pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
+    let cli = match Cli::try_parse_from(args) {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version are such errors too, and go to standard output.
+            let _ = error.print();
+            return ExitCode::from(u8::from(error.use_stderr()) * 2);
+        }
+    };
+    let outcome = start_log().and_then(|()| match cli.command {
+        Command::Demo(args) => demo::run(&args),
+        Command::Serve(args) => serve::run(&args),
+        Command::Pull(args) => pull::run(&args),
+    });
+    match outcome {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::from(error.exit_status())
+        }
+    }
+}
+
+fn start_log() -> Result<(), CliError> {
+    let filter = match std::env::var(LOG_VARIABLE) {
+        Ok(text) => EnvFilter::try_new(&text).map_err(|error| {
+            CliError::Usage(format!(
+                "{LOG_VARIABLE} is {text:?}: {error}; give a level such as info, or target=level"
+            ))
+        })?,
+        Err(_) => EnvFilter::new("warn"),
+    };
+    // Whoever calls this as a library may have a subscriber already, which then stays.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .try_init();
+    Ok(())
+}

@@ -13,7 +13,7 @@ use crate::command::{Command, ConnectCommand};
 use crate::config::EngineConfig;
 use crate::counters::CounterSnapshot;
 use crate::error::{ConnectError, EngineError, RegisterError, TableError};
-use crate::fabric::{Fabric, FabricError};
+use crate::fabric::{Fabric, FabricError, NativeReads};
 use crate::lane::LaneChoice;
 use crate::memory::{Inserted, MemoryRegion};
 use crate::peer::Peer;
@@ -137,6 +137,12 @@ impl Engine {
     #[must_use]
     pub fn ucx_version(&self) -> Option<UcxVersion> {
         self.shared().ucx_version()
+    }
+
+    /// Whether one-sided reads exist here, and if not, why.
+    #[must_use]
+    pub fn native_reads(&self) -> Option<NativeReads> {
+        self.shared().started.get().map(|started| started.capabilities.native.clone())
     }
 
     /// The engine's counters now.

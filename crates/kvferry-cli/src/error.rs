@@ -1,0 +1,90 @@
+//! Why a command ended without a result.
+//!
+//! Failures of a run that came to its end are listed in its report instead.
+
+use std::time::Duration;
+
+use kvferry_connector::directory::{BindError, DirectoryError, PublishError};
+use kvferry_connector::lease::{LeaseConfigError, LeaseControlError};
+use kvferry_engine::{
+    ConnectError, DeregisterError, EngineError, MemoryError, RegisterError, SendError, TableError,
+};
+use kvferry_wire::WireError;
+use thiserror::Error;
+
+#[derive(Debug, Error)]
+pub(crate) enum CliError {
+    /// The command line or a variable makes no sense.
+    #[error("{0}")]
+    Usage(String),
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    #[error(transparent)]
+    Send(#[from] SendError),
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error(transparent)]
+    Register(#[from] RegisterError),
+    #[error(transparent)]
+    Deregister(#[from] DeregisterError),
+    #[error(transparent)]
+    Table(#[from] TableError),
+    #[error(transparent)]
+    Wire(#[from] WireError),
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    #[error(transparent)]
+    Bind(#[from] BindError),
+    #[error(transparent)]
+    Publish(#[from] PublishError),
+    #[error(transparent)]
+    LeaseConfig(#[from] LeaseConfigError),
+    #[error(transparent)]
+    Lease(#[from] LeaseControlError),
+    /// The operating system refused something.
+    #[error("{what}: {source}")]
+    System {
+        what: &'static str,
+        source: std::io::Error,
+    },
+    /// The operating system has no random bytes.
+    #[error("no random bytes: {0}")]
+    Random(getrandom::Error),
+    /// More memory than this machine has to give.
+    #[error(
+        "{what} would take {need} bytes of memory and {limit} are available for it; take fewer or \
+         smaller blocks, or fewer layers"
+    )]
+    TooMuchMemory {
+        what: &'static str,
+        need: u64,
+        limit: u64,
+    },
+    /// Somebody did not do something in time.
+    #[error("{what} within {waited:?}")]
+    Late {
+        what: &'static str,
+        waited: Duration,
+    },
+    /// The producer answered, but not with what was asked for.
+    #[error("the producer {0}")]
+    Producer(String),
+    /// The process that the demo started is not of use.
+    #[error("the producer process {0}; its own messages are above")]
+    Child(String),
+}
+
+impl CliError {
+    pub(crate) fn exit_status(&self) -> u8 {
+        match self {
+            Self::Usage(_) | Self::TooMuchMemory { .. } => 2,
+            _ => 1,
+        }
+    }
+
+    pub(crate) fn system(what: &'static str) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::System { what, source }
+    }
+}

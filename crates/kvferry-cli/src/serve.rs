@@ -1,0 +1,129 @@
+//! `kvferry serve`: a producer until somebody interrupts it.
+
+use std::io::{Read, Write};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use crossbeam::select;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::flag;
+use signal_hook::iterator::Signals;
+
+use crate::args::ServeArgs;
+use crate::child::Ready;
+use crate::error::CliError;
+use crate::memory;
+use crate::producer::{self, Producer};
+
+/// How long an interrupted producer waits for leases that consumers hold.
+const DRAIN: Duration = Duration::from_secs(10);
+
+/// Why to stop.
+#[derive(Clone, Copy, Debug)]
+enum Stop {
+    /// Somebody interrupted: those who read may finish.
+    Signal,
+    /// The demo that started this process has ended, and nobody reads.
+    InputEnded,
+}
+
+/// Serves until it is told to stop, and shuts down in order.
+pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, CliError> {
+    let plan = args.plan.plan()?;
+    memory::check("the producer's pool", producer::shape(&plan).bytes())?;
+    let stops = watch(args.machine)?;
+    let producer = Producer::start(&plan, &args.listen, args.allow_emulation)?;
+    announce(args, &producer)?;
+    let within = select! {
+        recv(stops) -> stop => match stop {
+            Ok(Stop::Signal) => {
+                eprintln!("shutting down; once more ends at once");
+                DRAIN
+            }
+            Ok(Stop::InputEnded) | Err(_) => Duration::ZERO,
+        },
+        recv(producer.end()) -> end => {
+            return Err(end.ok().and_then(|end| end.failure).unwrap_or_else(|| {
+                CliError::Producer("has ended by itself".to_owned())
+            }));
+        }
+    };
+    let end = producer.stop(within)?;
+    if let Some(failure) = end.failure {
+        return Err(failure);
+    }
+    if end.revoked > 0 {
+        eprintln!(
+            "leases that were still held and have been revoked: {}",
+            end.revoked
+        );
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Says where the producer is.
+fn announce(args: &ServeArgs, producer: &Producer) -> Result<(), CliError> {
+    let address = producer.address();
+    let mut out = std::io::stdout();
+    let line = if args.machine {
+        let address = address.to_string();
+        serde_json::to_string(&Ready { address })
+            .map_err(|error| CliError::system("writing JSON")(error.into()))?
+    } else {
+        if producer.emulates() {
+            eprintln!("emulated one-sided reads are allowed");
+        }
+        if let Some(version) = producer.ucx_version() {
+            eprintln!("UCX {version}; read with: kvferry pull {address}");
+        }
+        format!("serving at {address}")
+    };
+    writeln!(out, "{line}")
+        .and_then(|()| out.flush())
+        .map_err(CliError::system("writing to standard output"))
+}
+
+/// Watches for signals and, for the demo, for the end of standard input.
+fn watch(input: bool) -> Result<Receiver<Stop>, CliError> {
+    let (sender, receiver) = unbounded();
+    let failed = CliError::system;
+    let again = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        // In this order: the first signal arms the second.
+        flag::register_conditional_shutdown(signal, 1, Arc::clone(&again))
+            .and_then(|_| flag::register(signal, Arc::clone(&again)))
+            .map_err(failed("watching for signals"))?;
+    }
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(failed("watching for signals"))?;
+    let on_signal = sender.clone();
+    spawn("kvf-signals", move || {
+        for _ in signals.forever() {
+            tell(&on_signal, Stop::Signal);
+        }
+    })?;
+    if input {
+        spawn("kvf-input", move || {
+            let mut ignored = [0; 64];
+            // Whatever is written there means nothing; an error is an end as well.
+            while matches!(std::io::stdin().read(&mut ignored), Ok(1..)) {}
+            tell(&sender, Stop::InputEnded);
+        })?;
+    }
+    Ok(receiver)
+}
+
+fn tell(to: &Sender<Stop>, stop: Stop) {
+    // Once it shuts down, nobody listens.
+    let _ = to.send(stop);
+}
+
+fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), CliError> {
+    std::thread::Builder::new()
+        .name(name.to_owned())
+        .spawn(work)
+        .map(drop)
+        .map_err(CliError::system("starting a thread"))
+}
