@@ -472,11 +472,19 @@ impl Fabric for UcxFabric {
     fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) {
         self.close_all();
         // At least once, as even a forced close ends operations only while UCX progresses.
-        while self.progress(sink) || !self.endpoints.is_empty() {
-            if self.endpoints.is_empty() || Instant::now() >= deadline {
+        while !self.endpoints.is_empty() {
+            self.progress(sink);
+            if Instant::now() >= deadline {
                 break;
             }
             std::thread::yield_now();
+        }
+        let data = self
+            .workers
+            .as_ref()
+            .and_then(|workers| workers.data.as_ref());
+        if data.is_some_and(|data| !data.flush(deadline)) {
+            tracing::warn!("answers to peers' emulated reads are still queued");
         }
         self.end(sink);
     }

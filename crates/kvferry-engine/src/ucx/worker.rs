@@ -9,12 +9,14 @@ use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr;
 use std::rc::Rc;
 use std::slice;
+use std::time::Instant;
 
 use ucx_sys::*;
 
 use super::callbacks::{Mailbox, on_message};
 use super::sealed::Sealed;
 use super::settings::{TcpSegments, in_text};
+use super::status::Outcome;
 use super::{log, status};
 use crate::error::FabricError;
 
@@ -261,6 +263,30 @@ impl Worker {
         let rounds =
             (0..MAX_ROUNDS).take_while(|_| unsafe { ucp_worker_progress(self.handle.0) } != 0);
         rounds.count() > 0
+    }
+
+    /// Progresses until everything that was posted has gone out, UCX's own answers to emulated reads
+    /// included; false if that was not so by the deadline. 1.13 may crash if a worker is destroyed
+    /// with such answers in its queue.
+    pub(super) fn flush(&self, deadline: Instant) -> bool {
+        let params = ucp_request_param_t::default();
+        // SAFETY: the worker is live, the parameters are valid for the call.
+        let request = unsafe { ucp_worker_flush_nbx(self.handle.0, &raw const params) };
+        if !matches!(Outcome::of(request), Outcome::Pending) {
+            return true;
+        }
+        // SAFETY: the request is live until it is freed below.
+        while unsafe { ucp_request_check_status(request) } == UCS_INPROGRESS {
+            if Instant::now() >= deadline {
+                break;
+            }
+            self.progress();
+        }
+        // SAFETY: as above.
+        let flushed = unsafe { ucp_request_check_status(request) } != UCS_INPROGRESS;
+        // SAFETY: the request is not used again; UCX frees it when it ends, if it has not.
+        unsafe { ucp_request_free(request) };
+        flushed
     }
 
     /// Whether UCX agrees that nothing is pending.
