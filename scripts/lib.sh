@@ -138,9 +138,10 @@ require_component() {
     rustup component add "$1" >&2
 }
 
-# install_tool CRATE VERSION: the program of CRATE, from crates.io, into cargo's bin.
+# install_tool CRATE VERSION FLAGS...: the program of CRATE, from crates.io, into cargo's bin.
 install_tool() {
     local crate=$1 version=$2
+    shift 2
     note "cargo install $crate@$version --locked (some minutes, once per machine)"
     # Where somebody watches, cargo shows how far it is; in a log it would be hundreds of lines.
     local quiet=()
@@ -148,9 +149,9 @@ install_tool() {
     # Quick to build rather than quick to run; in a build directory of its own, which
     # cargo removes at the end.
     env -u CARGO_TARGET_DIR -u RUSTFLAGS -u CARGO_BUILD_TARGET \
-        CARGO_PROFILE_RELEASE_OPT_LEVEL=1 CARGO_PROFILE_RELEASE_LTO=off \
+        CARGO_PROFILE_RELEASE_OPT_LEVEL=0 CARGO_PROFILE_RELEASE_LTO=off \
         CARGO_PROFILE_RELEASE_CODEGEN_UNITS=16 CARGO_PROFILE_RELEASE_DEBUG=0 \
-        cargo install "${quiet[@]}" --locked "$crate@$version" </dev/null >&2
+        cargo install "${quiet[@]}" --locked "$@" "$crate@$version" </dev/null >&2
 }
 
 # The directory that cargo builds into, wherever it was configured.
