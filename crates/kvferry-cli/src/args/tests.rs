@@ -76,7 +76,7 @@ fn lanes_and_faults_are_read_by_name() {
         .unwrap()
         .render_long_help()
         .to_string();
-    assert!(!help.contains("fault"), "{help}");
+    assert!(!help.contains("--fault"), "{help}");
 }
 
 #[test]

@@ -1,0 +1,147 @@
+//! `kvferry demo` over lanes and transports, and with faults.
+
+use serde_json::Value;
+
+use crate::support::{BYTES, SIZES, check_good, finish, kvferry, object, stderr, stdout};
+
+/// A small demo with `UCX_TLS` set or unset, as its JSON object.
+fn run(lane: &str, tls: Option<&str>) -> Value {
+    let mut command = kvferry(["demo", "--json", "--lane", lane]);
+    command.args(SIZES);
+    if let Some(tls) = tls {
+        command.env("UCX_TLS", tls);
+    }
+    let output = finish(command);
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    object(&output)
+}
+
+#[test]
+fn both_lanes_move_the_same_over_whatever_ucx_finds() {
+    let (served, native) = (run("served", None), run("native", None));
+    check_good(&served, "served");
+    check_good(&native, "native");
+    assert_eq!(served["operations"], native["operations"]);
+}
+
+#[test]
+fn both_lanes_move_the_same_over_tcp() {
+    let (served, native) = (run("served", Some("tcp")), run("native", Some("tcp")));
+    check_good(&served, "served");
+    check_good(&native, "native");
+    assert_eq!(served["operations"], native["operations"]);
+}
+
+#[test]
+fn the_automatic_lane_is_one_that_does_not_emulate() {
+    check_good(&run("auto", None), "served");
+}
+
+#[test]
+fn the_seed_changes_the_ids_and_not_the_amount() {
+    for seed in ["0", "7", "18446744073709551615"] {
+        let mut command = kvferry(["demo", "--json", "--seed", seed]);
+        command.args(SIZES);
+        check_good(&object(&finish(command)), "served");
+    }
+}
+
+#[test]
+fn one_block_of_one_byte_is_a_run_too() {
+    let args = [
+        "demo",
+        "--json",
+        "--requests=1",
+        "--blocks=1",
+        "--block-bytes=1",
+        "--layers=1",
+    ];
+    let output = finish(kvferry(args));
+    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+    assert_eq!(object(&output)["verified_bytes"].as_u64(), Some(1));
+}
+
+#[test]
+fn emulation_is_said_and_only_for_the_native_lane() {
+    for (lane, said) in [("native", true), ("served", false)] {
+        let mut command = kvferry(["demo", "--lane", lane]);
+        command.args(SIZES);
+        let output = finish(command);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert_eq!(
+            stderr(&output).contains("UCX emulates it"),
+            said,
+            "{}",
+            stderr(&output)
+        );
+        assert!(stderr(&output).contains(&format!("{BYTES} of {BYTES} bytes verified")));
+        let table = stdout(&output);
+        let row = |name: &str| {
+            let line = table.lines().find(|line| line.starts_with(name)).unwrap();
+            line[name.len()..].trim().to_owned()
+        };
+        assert_eq!(row("requests"), "16 of 16");
+        assert!(
+            row("verified").contains(&format!("({BYTES} bytes)")),
+            "{table}"
+        );
+        assert!(row("lane").starts_with(lane), "{table}");
+        assert_eq!(row("leases"), "16 released, 0 held");
+    }
+}
+
+/// A demo with a fault, which must fail: its object and its standard error.
+fn faulty(fault: &str, lane: &str) -> (Value, String) {
+    let mut command = kvferry(["demo", "--json", "--fault", fault, "--lane", lane]);
+    command.args(SIZES);
+    let output = finish(command);
+    let told = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{told}");
+    let object = object(&output);
+    for failure in object["failures"].as_array().unwrap() {
+        assert!(
+            told.contains(&format!("failure: {}", failure.as_str().unwrap())),
+            "{told}"
+        );
+    }
+    (object, told)
+}
+
+#[test]
+fn a_read_that_never_happens_is_noticed() {
+    for lane in ["served", "native"] {
+        let (object, told) = faulty("skip-read", lane);
+        assert!(
+            told.contains("request 0, layer 0, block 0: nothing was written"),
+            "{told}"
+        );
+        let carried = format!("carried over the {lane} lane: 0, and should be {BYTES}");
+        assert!(told.contains(&carried), "{told}");
+        assert_eq!(object["verified_bytes"].as_u64(), Some(0));
+    }
+}
+
+#[test]
+fn a_damaged_byte_is_noticed() {
+    let (object, told) = faulty("damage", "served");
+    assert!(told.contains("layer 0, block 8: byte 2048 is 0x"), "{told}");
+    assert_eq!(object["bytes"].as_u64(), Some(BYTES));
+    assert_eq!(
+        object["verified_bytes"].as_u64(),
+        Some(BYTES - 9 * 2 * 4096)
+    );
+    assert_eq!(object["leases_held"].as_u64(), Some(0));
+}
+
+#[test]
+fn a_dropped_release_is_noticed() {
+    let (object, told) = faulty("drop-release", "served");
+    assert!(told.contains("did not confirm the release"), "{told}");
+    assert!(
+        told.contains("leases still held by the producer: 1, and should be 0"),
+        "{told}"
+    );
+    assert_eq!(object["leases_held"].as_u64(), Some(1));
+    assert_eq!(object["blocks_in_use"].as_u64(), Some(9));
+    assert_eq!(object["leases_released"].as_u64(), Some(15));
+}

@@ -1,0 +1,8 @@
+//! The program as its users start it: processes, exit statuses, standard output and error.
+
+#![allow(missing_docs)]
+
+mod demo;
+mod refusals;
+mod serve_pull;
+mod support;
