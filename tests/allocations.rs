@@ -50,9 +50,9 @@ fn engine(network: Option<&LoopbackNetwork>, name: &str) -> Engine {
     config.allow_emulation = true;
     let builder = Engine::builder(config);
     match network.cloned() {
-        Some(network) => {
-            builder.start_on(move || LoopbackFabric::new(&network, 64 << 10)).unwrap()
-        }
+        Some(network) => builder
+            .start_on(move || LoopbackFabric::new(&network, 64 << 10))
+            .unwrap(),
         None => builder.start().unwrap(),
     }
 }
@@ -63,22 +63,33 @@ fn allocations(network: Option<&LoopbackNetwork>, lane: &str, counts: [u32; 2]) 
     let table = |engine: &Engine| {
         let pool = HostPool::new((u64::from(BLOCKS) * BLOCK_BYTES) as usize).unwrap();
         let region = engine.register(&pool.region().unwrap()).unwrap();
-        let table = engine.add_table(&region, TableSpec::dense(BLOCK_BYTES, BLOCKS)).unwrap();
+        let table = engine
+            .add_table(&region, TableSpec::dense(BLOCK_BYTES, BLOCKS))
+            .unwrap();
         (region, table)
     };
     let (_theirs, _) = table(&producer);
     let (_ours, local) = table(&consumer);
     let lane: LaneChoice = lane.parse().unwrap();
-    let peer = consumer.connect(producer.describe().unwrap(), lane).unwrap();
+    let peer = consumer
+        .connect(producer.describe().unwrap(), lane)
+        .unwrap();
     let tables = vec![(local, peer.tables().next().unwrap())];
     let read = |count: u32| {
-        let pairs: Vec<BlockPair> =
-            (0..count).map(|n| BlockPair::new(n, n.wrapping_mul(4099) % BLOCKS)).collect();
+        let pairs: Vec<BlockPair> = (0..count)
+            .map(|n| BlockPair::new(n, n.wrapping_mul(4099) % BLOCKS))
+            .collect();
         let before = ALLOCATIONS.load(Ordering::Relaxed);
-        let report = peer.read(&tables, &pairs).unwrap().wait(Duration::from_secs(60));
+        let report = peer
+            .read(&tables, &pairs)
+            .unwrap()
+            .wait(Duration::from_secs(60));
         let report = report.unwrap().unwrap();
         assert_eq!(report.bytes, u64::from(count) * BLOCK_BYTES);
-        assert!(report.operations > u64::from(count) / 2, "the blocks are scattered");
+        assert!(
+            report.operations > u64::from(count) / 2,
+            "the blocks are scattered"
+        );
         ALLOCATIONS.load(Ordering::Relaxed) - before
     };
     // Queues, buffers and tables reach their sizes first.
@@ -97,7 +108,10 @@ fn a_read_allocates_as_often_whatever_its_blocks() {
             let [few, many] = allocations(network, lane, [1024, 8192]);
             println!("{lane}, loopback {}: {few} and {many}", network.is_some());
             // A segment that waits, or a timer that comes due, may add a few; a block may not.
-            assert!(many <= few + 200, "{lane}: {few} allocations for 1,024 blocks, {many} for 8,192");
+            assert!(
+                many <= few + 200,
+                "{lane}: {few} allocations for 1,024 blocks, {many} for 8,192"
+            );
         }
     }
 }

@@ -33,7 +33,11 @@ pub struct Case {
 impl Case {
     /// A case that runs everywhere.
     pub fn new(name: impl Into<String>, run: impl FnOnce() + Send + 'static) -> Self {
-        Self { name: name.into(), run: Box::new(run), skip: None }
+        Self {
+            name: name.into(),
+            run: Box::new(run),
+            skip: None,
+        }
     }
 }
 
@@ -54,9 +58,9 @@ pub fn main(cases: Vec<Case>) -> ExitCode {
                 Ok::<(), Failed>(())
             });
             match case.skip {
-                Some(reason) => {
-                    trial.with_kind(format!("skipped: {reason}")).with_ignored_flag(true)
-                }
+                Some(reason) => trial
+                    .with_kind(format!("skipped: {reason}"))
+                    .with_ignored_flag(true),
                 None => trial,
             }
         })
@@ -104,7 +108,12 @@ impl Child {
             }
         });
         let stdin = process.stdin.take();
-        let mut child = Self { process, stdin, lines, role: role.into() };
+        let mut child = Self {
+            process,
+            stdin,
+            lines,
+            role: role.into(),
+        };
         child.tell(&serde_json::to_string(arguments).unwrap());
         child
     }

@@ -5,8 +5,8 @@ use kvferry_engine::{MemoryRegion, Table};
 /// The byte at `at` of a block.
 #[must_use]
 pub fn byte(layer: u32, block: u32, at: u64) -> u8 {
-    let mixed = (u64::from(layer) << 40 ^ u64::from(block) << 8 ^ at)
-        .wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    let mixed =
+        (u64::from(layer) << 40 ^ u64::from(block) << 8 ^ at).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed >> 56) as u8
 }
 
@@ -21,22 +21,25 @@ pub fn fill(table: &Table, memory: &MemoryRegion) {
         for (at, slot) in bytes.iter_mut().enumerate() {
             *slot = byte(d.layer, block, at as u64);
         }
-        memory.write_at(d.offset + u64::from(block) * d.block_stride, &bytes).unwrap();
+        memory
+            .write_at(d.offset + u64::from(block) * d.block_stride, &bytes)
+            .unwrap();
     }
 }
 
 /// How many bytes of our block `local` differ from the producer's block `remote`, or from the
 /// poison if it was not to be read.
 #[must_use]
-pub fn wrong_bytes(
-    table: &Table,
-    memory: &MemoryRegion,
-    local: u32,
-    remote: Option<u32>,
-) -> u64 {
+pub fn wrong_bytes(table: &Table, memory: &MemoryRegion, local: u32, remote: Option<u32>) -> u64 {
     let d = table.description();
     let mut bytes = vec![0; d.block_bytes as usize];
-    memory.read_at(d.offset + u64::from(local) * d.block_stride, &mut bytes).unwrap();
+    memory
+        .read_at(d.offset + u64::from(local) * d.block_stride, &mut bytes)
+        .unwrap();
     let expected = |at: u64| remote.map_or(POISON, |remote| byte(d.layer, remote, at));
-    bytes.iter().enumerate().filter(|&(at, &got)| got != expected(at as u64)).count() as u64
+    bytes
+        .iter()
+        .enumerate()
+        .filter(|&(at, &got)| got != expected(at as u64))
+        .count() as u64
 }

@@ -62,7 +62,11 @@ pub(super) fn run(read: &Read) {
     let (memory, _region, tables) = read.layout.make(&engine);
     memory.fill(0, memory.bytes(), POISON).unwrap();
     let peer = connect(&engine, &read.from, &read.lane);
-    let pairs: Vec<BlockPair> = read.pairs.iter().map(|&(l, r)| BlockPair::new(l, r)).collect();
+    let pairs: Vec<BlockPair> = read
+        .pairs
+        .iter()
+        .map(|&(l, r)| BlockPair::new(l, r))
+        .collect();
     let both: Vec<_> = tables.iter().cloned().zip(peer.tables()).collect();
     if read.wait {
         say(&json!({ "connected": true }));
@@ -96,7 +100,12 @@ pub(super) fn run(read: &Read) {
     }
     let wrong: u64 = tables
         .iter()
-        .flat_map(|table| sources.iter().enumerate().map(move |(block, source)| (table, block, source)))
+        .flat_map(|table| {
+            sources
+                .iter()
+                .enumerate()
+                .map(move |(block, source)| (table, block, source))
+        })
         .map(|(table, block, &source)| wrong_bytes(table, &memory, block as u32, source))
         .sum();
     let counters = engine.counters();

@@ -58,18 +58,27 @@ pub(super) fn renew(renewal: &Renewal) {
     let peer = connect(&engine, &renewal.from, "served");
     let instance = Instance::from_bytes(renewal.instance).unwrap();
     let (first, last) = renewal.epochs;
-    let epochs: Vec<Epoch> = (first..=last).map(|epoch| Epoch::new(epoch).unwrap()).collect();
+    let epochs: Vec<Epoch> = (first..=last)
+        .map(|epoch| Epoch::new(epoch).unwrap())
+        .collect();
     let message = encode_renew(instance, 77, &epochs).unwrap();
     let bytes = message.len();
     peer.send(LEASE_CHANNEL, message).unwrap();
     let answer = answers.recv_timeout(PATIENCE).unwrap();
-    let LeaseMessage::Renewed { instance: of, token: 77, gone, unknown } =
-        LeaseMessage::parse(&answer).unwrap()
+    let LeaseMessage::Renewed {
+        instance: of,
+        token: 77,
+        gone,
+        unknown,
+    } = LeaseMessage::parse(&answer).unwrap()
     else {
         panic!("not the answer to a renewal");
     };
     assert_eq!(of, instance);
-    let gone: Vec<_> = gone.iter().map(|(epoch, why)| (epoch.get(), why.to_string())).collect();
+    let gone: Vec<_> = gone
+        .iter()
+        .map(|(epoch, why)| (epoch.get(), why.to_string()))
+        .collect();
     let unknown: Vec<_> = unknown.iter().map(Epoch::get).collect();
     say(&json!({ "bytes": bytes, "gone": gone, "unknown": unknown }));
     for _ in requests() {}
@@ -101,7 +110,8 @@ pub(super) fn flood((to, count): &(Packed, u64)) {
         while number >= confirmed + 10_000 {
             confirmed = hear();
         }
-        peer.send(COUNT_CHANNEL, number.to_le_bytes().to_vec()).unwrap();
+        peer.send(COUNT_CHANNEL, number.to_le_bytes().to_vec())
+            .unwrap();
     }
     while confirmed < *count {
         confirmed = hear();

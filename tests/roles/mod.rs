@@ -64,7 +64,10 @@ fn assert_generation(engine: &Engine) {
     let version = engine.ucx_version().unwrap();
     if let Ok(expected) = std::env::var("KVFERRY_EXPECT_UCX") {
         let loaded = format!("{}.{}", version.major, version.minor);
-        assert_eq!(loaded, expected, "another UCX was loaded than this run is for");
+        assert_eq!(
+            loaded, expected,
+            "another UCX was loaded than this run is for"
+        );
     }
 }
 

@@ -1,15 +1,13 @@
 //! A producer: blocks filled with the pattern, a lease table, a counter of messages.
 
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvferry_connector::lease::{LeaseConfig, LeaseService, StepLeases};
 use kvferry_engine::wire::lease::LEASE_CHANNEL;
 use kvferry_engine::wire::{Epoch, Instance, RequestId};
-use kvferry_engine::{
-    Engine, HostPool, MemoryRegion, Replies, Sender, Service, Table, TableSpec,
-};
+use kvferry_engine::{Engine, HostPool, MemoryRegion, Replies, Sender, Service, Table, TableSpec};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -32,7 +30,10 @@ pub struct Layout {
 }
 
 impl Layout {
-    pub(super) fn make(self, engine: &Engine) -> (MemoryRegion, kvferry_engine::Region, Vec<Table>) {
+    pub(super) fn make(
+        self,
+        engine: &Engine,
+    ) -> (MemoryRegion, kvferry_engine::Region, Vec<Table>) {
         let span = u64::from(self.blocks) * self.block_bytes;
         let pool = HostPool::new((span * u64::from(self.layers)) as usize).unwrap();
         let memory = pool.region().unwrap();
@@ -101,7 +102,10 @@ impl Service for CountService {
 
 pub(super) fn run(layout: &Layout) {
     let instance = Instance::random().unwrap();
-    let lease_config = LeaseConfig { duration: Duration::from_secs(30), ..LeaseConfig::default() };
+    let lease_config = LeaseConfig {
+        duration: Duration::from_secs(30),
+        ..LeaseConfig::default()
+    };
     let (leases, control) = LeaseService::new(instance, lease_config).unwrap();
     let (in_order, out_of_order) = (Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
     let counting = CountService {
@@ -157,7 +161,11 @@ pub(super) fn run(layout: &Layout) {
                 let epoch = Epoch::new(epoch.parse().unwrap()).unwrap();
                 let issued_up_to = issued;
                 let revoke = vec![epoch];
-                let plan = StepLeases { issued_up_to, revoke, ..StepLeases::default() };
+                let plan = StepLeases {
+                    issued_up_to,
+                    revoke,
+                    ..StepLeases::default()
+                };
                 control.apply(plan).unwrap();
                 say(&json!({ "held": control.snapshot(SHUTDOWN).unwrap().gauges.held() }));
             }
@@ -171,7 +179,12 @@ pub(super) fn run(layout: &Layout) {
 fn cpu_ms() -> u64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     // The command's name may hold spaces; the fields start behind its bracket.
-    let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+    let fields: Vec<&str> = stat
+        .rsplit_once(')')
+        .unwrap()
+        .1
+        .split_whitespace()
+        .collect();
     let ticks: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
     ticks * 1000 / rustix::param::clock_ticks_per_second()
 }

@@ -6,7 +6,11 @@ use kvferry_tests::harness::{Case, Child};
 use kvferry_tests::roles::{Counted, FloodResult, Layout, Renewal, RenewalResult, Started};
 use serde_json::{Value, json};
 
-const SMALL: Layout = Layout { layers: 1, blocks: 4, block_bytes: 64 };
+const SMALL: Layout = Layout {
+    layers: 1,
+    blocks: 4,
+    block_bytes: 64,
+};
 
 /// C32: a renewal that names 1,000 leases is larger than a segment and arrives whole, and so does
 /// the answer. `segment` makes tcp's segments small, as its default is.
@@ -40,17 +44,25 @@ fn c60_a_hundred_thousand_messages_and_an_idle_engine(transports: Option<&'stati
     let environment = [("UCX_TLS", transports)];
     let mut producer = Child::start("producer", &SMALL, &environment);
     let started: Started = producer.hear();
-    let mut consumer =
-        Child::start("flood", &(started.description, 100_000_u64), &environment);
-    assert_eq!(consumer.hear::<FloodResult>(), FloodResult { confirmed: 100_000 });
+    let mut consumer = Child::start("flood", &(started.description, 100_000_u64), &environment);
+    assert_eq!(
+        consumer.hear::<FloodResult>(),
+        FloodResult { confirmed: 100_000 }
+    );
     let before: Counted = producer.ask("count");
     assert_eq!((before.in_order, before.out_of_order), (100_000, 0));
     let idle = Duration::from_secs(5);
     assert!(producer.is_quiet_for(idle));
     let after: Counted = producer.ask("count");
     let used = after.cpu_ms - before.cpu_ms;
-    assert!(u128::from(used) * 100 <= idle.as_millis(), "{used} ms of {idle:?}");
-    assert!(after.sleeps > before.sleeps, "the wait is not a blocking one");
+    assert!(
+        u128::from(used) * 100 <= idle.as_millis(),
+        "{used} ms of {idle:?}"
+    );
+    assert!(
+        after.sleeps > before.sleeps,
+        "the wait is not a blocking one"
+    );
     consumer.finish_well();
     producer.finish_well();
 }

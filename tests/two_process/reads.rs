@@ -9,15 +9,27 @@ use serde_json::Value;
 /// `UCX_TLS` unset and tcp alone.
 pub(crate) const TRANSPORTS: [(&str, Option<&str>); 2] = [("default", None), ("tcp", Some("tcp"))];
 
-const PRODUCER: Layout = Layout { layers: 3, blocks: 200, block_bytes: 4096 };
-const CONSUMER: Layout = Layout { layers: 3, blocks: 100, block_bytes: 4096 };
+const PRODUCER: Layout = Layout {
+    layers: 3,
+    blocks: 200,
+    block_bytes: 4096,
+};
+const CONSUMER: Layout = Layout {
+    layers: 3,
+    blocks: 100,
+    block_bytes: 4096,
+};
 
 /// 60 blocks in 36 runs of ids: every third pair has two neighbours behind it.
 fn scattered() -> Vec<(u32, u32)> {
     let mut pairs = Vec::new();
     for group in 0..12_u32 {
         let (local, remote) = (group * 8, (group * 53) % 190);
-        pairs.extend([(local, remote), (local + 1, remote + 1), (local + 2, remote + 2)]);
+        pairs.extend([
+            (local, remote),
+            (local + 1, remote + 1),
+            (local + 2, remote + 2),
+        ]);
         pairs.extend([(local + 5, remote + 7), (local + 4, remote + 9)]);
     }
     pairs
@@ -48,13 +60,23 @@ fn read(pair: &Pair, lane: &str, layout: Layout, pairs: Vec<(u32, u32)>) -> Read
 fn same_bytes_and_counts(lane: &'static str, transports: Option<&'static str>) {
     let environment = [("UCX_TLS", transports)];
     let mut pair = producer(PRODUCER, &environment);
-    let mut consumer =
-        Child::start("read", &read(&pair, lane, CONSUMER, scattered()), &environment);
+    let mut consumer = Child::start(
+        "read",
+        &read(&pair, lane, CONSUMER, scattered()),
+        &environment,
+    );
     let result: ReadResult = consumer.hear();
     let bytes = 3 * 60 * 4096;
     assert_eq!(result.error, "");
-    assert_eq!((result.bytes, result.wrong_bytes, result.quarantined_bytes), (bytes, 0, 0));
-    assert_eq!((result.operations, result.runs), (3 * 36, 3 * 36), "operations equal runs");
+    assert_eq!(
+        (result.bytes, result.wrong_bytes, result.quarantined_bytes),
+        (bytes, 0, 0)
+    );
+    assert_eq!(
+        (result.operations, result.runs),
+        (3 * 36, 3 * 36),
+        "operations equal runs"
+    );
     assert_eq!(result.lane, lane);
     assert!(result.transports.contains("tcp"), "{}", result.transports);
     let by_lane = (result.served_bytes, result.native_bytes);
@@ -62,7 +84,10 @@ fn same_bytes_and_counts(lane: &'static str, transports: Option<&'static str>) {
     if lane == "native" {
         assert_eq!(by_lane, (0, bytes));
         // The greeting, and one GET per run.
-        assert_eq!(result.ucx_operations, result.messages_sent + result.operations);
+        assert_eq!(
+            result.ucx_operations,
+            result.messages_sent + result.operations
+        );
         assert_eq!(counted.bytes_served, 0);
     } else {
         assert_eq!(by_lane, (bytes, 0));
@@ -100,7 +125,11 @@ fn c47_read_from_a_producer_whose_engine_sleeps() {
 /// C124: one read that names 100,000 scattered blocks.
 fn c124_a_hundred_thousand_descriptors(lane: &'static str) {
     let blocks = 100_000_u32;
-    let layout = Layout { layers: 1, blocks, block_bytes: 256 };
+    let layout = Layout {
+        layers: 1,
+        blocks,
+        block_bytes: 256,
+    };
     let mut pair = producer(layout, &[]);
     // 48,271 has no factor in common with the count: every block once, none beside its neighbour.
     let pairs: Vec<(u32, u32)> = (0..blocks)
@@ -136,16 +165,25 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     for lane in ["served", "native"] {
         for (name, transports) in TRANSPORTS {
-            cases.push(Case::new(format!("same_bytes_and_counts::{lane}::{name}"), move || {
-                same_bytes_and_counts(lane, transports);
-            }));
+            cases.push(Case::new(
+                format!("same_bytes_and_counts::{lane}::{name}"),
+                move || {
+                    same_bytes_and_counts(lane, transports);
+                },
+            ));
         }
-        cases.push(Case::new(format!("c124_a_hundred_thousand_descriptors::{lane}"), move || {
-            c124_a_hundred_thousand_descriptors(lane);
-        }));
-        cases.push(Case::new(format!("a_killed_producer_fails_the_read::{lane}"), move || {
-            a_killed_producer_fails_the_read(lane);
-        }));
+        cases.push(Case::new(
+            format!("c124_a_hundred_thousand_descriptors::{lane}"),
+            move || {
+                c124_a_hundred_thousand_descriptors(lane);
+            },
+        ));
+        cases.push(Case::new(
+            format!("a_killed_producer_fails_the_read::{lane}"),
+            move || {
+                a_killed_producer_fails_the_read(lane);
+            },
+        ));
     }
     cases.push(Case::new(
         "c47_read_from_a_producer_whose_engine_sleeps",

@@ -7,14 +7,20 @@ fn start(transports: Option<&str>) -> (bool, String) {
     let mut child = Child::start("start", &(), &[("UCX_TLS", transports)]);
     let answer: Value = child.hear();
     child.finish_well();
-    (answer["started"].as_bool().unwrap(), answer["error"].as_str().unwrap().to_owned())
+    (
+        answer["started"].as_bool().unwrap(),
+        answer["error"].as_str().unwrap().to_owned(),
+    )
 }
 
 /// C72: a transport list that cannot carry messages is refused with the reason.
 fn c72_a_transport_list_that_cannot_carry_messages_is_refused() {
     let (started, error) = start(Some("cma"));
     assert!(!started);
-    assert!(error.contains("UCX_TLS") && error.contains("cma"), "{error}");
+    assert!(
+        error.contains("UCX_TLS") && error.contains("cma"),
+        "{error}"
+    );
 }
 
 /// C121: a host with nothing but tcp starts (that it transfers is `same_bytes_and_counts`).

@@ -16,17 +16,31 @@ use crate::service::PeerId;
 use crate::transfer::ReadCommand;
 
 pub(crate) enum Command {
-    Register { memory: MemoryRegion, reply: Sender<Result<Registered, FabricError>> },
+    Register {
+        memory: MemoryRegion,
+        reply: Sender<Result<Registered, FabricError>>,
+    },
     Release(ReleaseRegion),
     Connect(Box<ConnectCommand>),
-    Disconnect { peer: PeerId },
+    Disconnect {
+        peer: PeerId,
+    },
     Read(Box<ReadCommand>),
     /// Slot and generation are known to the cell's owner only after the start, so a transfer is
     /// cancelled by its own number.
-    Cancel { transfer: u64 },
-    Send { peer: PeerId, channel: u16, payload: Vec<u8> },
+    Cancel {
+        transfer: u64,
+    },
+    Send {
+        peer: PeerId,
+        channel: u16,
+        payload: Vec<u8>,
+    },
     WakeServices,
-    Shutdown { deadline: Instant, reply: Sender<()> },
+    Shutdown {
+        deadline: Instant,
+        reply: Sender<()>,
+    },
 }
 
 impl Command {
@@ -41,7 +55,10 @@ impl Command {
                 let stopped = ConnectError::Engine("the engine has been shut down".into());
                 let _ = command.reply.send(Err(stopped));
             }
-            Self::Release(ReleaseRegion { waiter: Some((_, reply)), .. }) => {
+            Self::Release(ReleaseRegion {
+                waiter: Some((_, reply)),
+                ..
+            }) => {
                 // Nothing of a stopped engine touches memory.
                 let _ = reply.send(0);
             }

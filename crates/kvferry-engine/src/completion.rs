@@ -24,7 +24,11 @@ pub(crate) struct CompletionCell<T> {
 impl<T: Clone> CompletionCell<T> {
     pub(crate) fn new() -> Self {
         Self {
-            state: Mutex::new(State { outcome: None, quiesced: false, waker: None }),
+            state: Mutex::new(State {
+                outcome: None,
+                quiesced: false,
+                waker: None,
+            }),
             changed: Condvar::new(),
         }
     }

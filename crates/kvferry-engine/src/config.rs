@@ -70,7 +70,11 @@ impl EngineConfig {
     /// # Errors
     /// [`EngineError::Config`] naming the first field that is out of range.
     pub fn validate(&self) -> Result<(), EngineError> {
-        let bad = |field, value: String, expected| EngineError::Config { field, value, expected };
+        let bad = |field, value: String, expected| EngineError::Config {
+            field,
+            value,
+            expected,
+        };
         if self.spin > Duration::from_secs(1) {
             return Err(bad("spin", format!("{:?}", self.spin), "at most 1 s"));
         }
@@ -94,10 +98,18 @@ impl EngineConfig {
             ));
         }
         if !(1..=1024).contains(&self.send_window) {
-            return Err(bad("send_window", self.send_window.to_string(), "1 to 1024"));
+            return Err(bad(
+                "send_window",
+                self.send_window.to_string(),
+                "1 to 1024",
+            ));
         }
         if !(1..=4096).contains(&self.read_window) {
-            return Err(bad("read_window", self.read_window.to_string(), "1 to 4096"));
+            return Err(bad(
+                "read_window",
+                self.read_window.to_string(),
+                "1 to 4096",
+            ));
         }
         Ok(())
     }
@@ -119,9 +131,19 @@ mod tests {
         );
         let mut bad = good.clone();
         bad.suspect_after = bad.ping_interval;
-        assert!(bad.validate().unwrap_err().to_string().contains("suspect_after"));
+        assert!(
+            bad.validate()
+                .unwrap_err()
+                .to_string()
+                .contains("suspect_after")
+        );
         let mut bad = good;
         bad.transfer_timeout = Duration::ZERO;
-        assert!(bad.validate().unwrap_err().to_string().contains("transfer_timeout is 0ns"));
+        assert!(
+            bad.validate()
+                .unwrap_err()
+                .to_string()
+                .contains("transfer_timeout is 0ns")
+        );
     }
 }

@@ -103,10 +103,18 @@ impl EngineBuilder {
                     }
                 }
             })
-            .map_err(|source| EngineError::System { step: "starting a thread", source })?;
+            .map_err(|source| EngineError::System {
+                step: "starting a thread",
+                source,
+            })?;
         let patience = shared.config.command_timeout;
         Shared::answer(&receiver, "its start", patience)??;
-        Ok(Engine { inner: Arc::new(Inner { shared, next_transfer: Arc::default() }) })
+        Ok(Engine {
+            inner: Arc::new(Inner {
+                shared,
+                next_transfer: Arc::default(),
+            }),
+        })
     }
 }
 
@@ -114,7 +122,10 @@ impl Engine {
     /// Begins to set up an engine.
     #[must_use]
     pub fn builder(config: EngineConfig) -> EngineBuilder {
-        EngineBuilder { config, services: Vec::new() }
+        EngineBuilder {
+            config,
+            services: Vec::new(),
+        }
     }
 
     fn shared(&self) -> &Arc<Shared> {
@@ -142,7 +153,10 @@ impl Engine {
     /// Whether one-sided reads exist here, and if not, why.
     #[must_use]
     pub fn native_reads(&self) -> Option<NativeReads> {
-        self.shared().started.get().map(|started| started.capabilities.native.clone())
+        self.shared()
+            .started
+            .get()
+            .map(|started| started.capabilities.native.clone())
     }
 
     /// The engine's counters now.
@@ -158,7 +172,10 @@ impl Engine {
     pub fn register(&self, memory: &MemoryRegion) -> Result<Region, RegisterError> {
         let shared = self.shared();
         shared.check()?;
-        let _turn = shared.registering.lock().unwrap_or_else(PoisonError::into_inner);
+        let _turn = shared
+            .registering
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let (kind, address, bytes) = (memory.kind(), memory.address(), memory.bytes());
         let id = {
             let mut catalog = shared.catalog();
@@ -212,22 +229,36 @@ impl Engine {
     ) -> Result<crate::fabric::Registered, RegisterError> {
         let (kind, address, bytes) = (memory.kind(), memory.address(), memory.bytes());
         if kind == MemoryKind::Host {
-            memory.check_mapped().map_err(|error| RegisterError::NotMapped {
-                address,
-                bytes,
-                kind,
-                status: error.to_string(),
-            })?;
+            memory
+                .check_mapped()
+                .map_err(|error| RegisterError::NotMapped {
+                    address,
+                    bytes,
+                    kind,
+                    status: error.to_string(),
+                })?;
         }
         let patience = self.shared().config.command_timeout;
         let region = memory.clone();
         self.shared()
-            .ask("a registration", patience, |reply| Command::Register { memory: region, reply })?
-            .map_err(|source| RegisterError::Fabric { address, bytes, kind, source })
+            .ask("a registration", patience, |reply| Command::Register {
+                memory: region,
+                reply,
+            })?
+            .map_err(|source| RegisterError::Fabric {
+                address,
+                bytes,
+                kind,
+                source,
+            })
     }
 
     fn region(&self, inner: Arc<RegionInner>) -> Region {
-        Region { inner, shared: Arc::clone(self.shared()), released: false }
+        Region {
+            inner,
+            shared: Arc::clone(self.shared()),
+            released: false,
+        }
     }
 
     /// Adds a table of blocks inside a region; peers that connect from now on learn of it.
@@ -238,17 +269,24 @@ impl Engine {
         let mut catalog = self.shared().catalog();
         let known = catalog.region(region.id());
         if !known.is_some_and(|known| Arc::ptr_eq(known, &region.inner)) {
-            return Err(TableError::ForeignRegion { region: region.id() });
+            return Err(TableError::ForeignRegion {
+                region: region.id(),
+            });
         }
         let count = catalog.tables.len();
         if count >= MAX_TABLES {
-            return Err(TableError::TooMany { count, max: MAX_TABLES });
+            return Err(TableError::TooMany {
+                count,
+                max: MAX_TABLES,
+            });
         }
         let description = spec.describe(catalog.next_table, region.id());
         check_table(&description, region.memory().bytes())?;
         catalog.next_table += 1;
-        let table =
-            Table(Arc::new(LocalTable { description, region: Arc::clone(&region.inner) }));
+        let table = Table(Arc::new(LocalTable {
+            description,
+            region: Arc::clone(&region.inner),
+        }));
         catalog.tables.push(table.clone());
         Ok(table)
     }
@@ -279,7 +317,9 @@ impl Engine {
         if description.incarnation == shared.incarnation {
             return Err(bad("it is this engine's own".into()));
         }
-        description.validate().map_err(|error| bad(error.to_string()))?;
+        description
+            .validate()
+            .map_err(|error| bad(error.to_string()))?;
         let timeout = shared.config.connect_timeout;
         // The progress thread answers by `timeout`; more than that and it is stuck.
         let patience = timeout + shared.config.command_timeout;
@@ -315,9 +355,10 @@ impl Engine {
     /// had ended before.
     pub fn shutdown(&self, timeout: Duration) -> Result<(), EngineError> {
         let deadline = Instant::now() + timeout;
-        self.shared().ask("the shutdown", timeout + Duration::from_secs(1), |reply| {
-            Command::Shutdown { deadline, reply }
-        })
+        self.shared()
+            .ask("the shutdown", timeout + Duration::from_secs(1), |reply| {
+                Command::Shutdown { deadline, reply }
+            })
     }
 }
 

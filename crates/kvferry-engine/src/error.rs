@@ -33,7 +33,10 @@ pub struct FabricError {
 
 impl FabricError {
     pub(crate) fn new(call: &'static str, status: impl Into<String>) -> Self {
-        Self { call, status: status.into() }
+        Self {
+            call,
+            status: status.into(),
+        }
     }
 }
 
@@ -66,7 +69,9 @@ pub enum EngineError {
     #[error("the engine has been shut down")]
     Stopped,
     /// The progress thread did not answer in time.
-    #[error("the engine did not answer {what} within {waited:?}; a service may be blocking its thread")]
+    #[error(
+        "the engine did not answer {what} within {waited:?}; a service may be blocking its thread"
+    )]
     NoAnswer {
         /// What was asked.
         what: &'static str,
@@ -74,7 +79,9 @@ pub enum EngineError {
         waited: Duration,
     },
     /// The handle was carried over a fork.
-    #[error("this engine belongs to process {owner}, this is {here}: UCX does not survive fork; start a new engine")]
+    #[error(
+        "this engine belongs to process {owner}, this is {here}: UCX does not survive fork; start a new engine"
+    )]
     Forked {
         /// The process that started the engine.
         owner: u32,
@@ -269,7 +276,9 @@ pub enum ReadError {
         count: u32,
     },
     /// More blocks or tables than one request can name.
-    #[error("the read names {blocks} runs of blocks in {tables} tables, which is more than one request holds; split it")]
+    #[error(
+        "the read names {blocks} runs of blocks in {tables} tables, which is more than one request holds; split it"
+    )]
     TooLarge {
         /// Runs of block ids.
         blocks: usize,
@@ -277,7 +286,9 @@ pub enum ReadError {
         tables: usize,
     },
     /// The remote table was described by another life of the peer.
-    #[error("the remote table belongs to incarnation {table}, the peer is {peer}; take the table from this peer")]
+    #[error(
+        "the remote table belongs to incarnation {table}, the peer is {peer}; take the table from this peer"
+    )]
     StaleTable {
         /// Who described the table.
         table: Incarnation,
@@ -354,10 +365,9 @@ impl TransferError {
     pub fn class(&self) -> ErrorClass {
         match self {
             Self::Cancelled | Self::Stopped | Self::Memory(_) => ErrorClass::Local,
-            Self::Stalled { .. }
-            | Self::PeerLost(_)
-            | Self::Operation(_)
-            | Self::Protocol(_) => ErrorClass::Peer,
+            Self::Stalled { .. } | Self::PeerLost(_) | Self::Operation(_) | Self::Protocol(_) => {
+                ErrorClass::Peer
+            }
             Self::Rejected { .. } => ErrorClass::Rejected,
         }
     }

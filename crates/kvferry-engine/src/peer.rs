@@ -80,10 +80,14 @@ impl Peer {
     /// The peer's tables.
     pub fn tables(&self) -> impl ExactSizeIterator<Item = RemoteTable> + '_ {
         let owner = self.incarnation();
-        self.peer.description.tables.iter().map(move |table| RemoteTable {
-            owner,
-            description: Arc::new(table.clone()),
-        })
+        self.peer
+            .description
+            .tables
+            .iter()
+            .map(move |table| RemoteTable {
+                owner,
+                description: Arc::new(table.clone()),
+            })
     }
 
     /// Reads blocks: for each pair of tables, the peer's block `remote` of each pair of ids into our
@@ -112,15 +116,20 @@ impl Peer {
         pairs: &[BlockPair],
         timeout: Duration,
     ) -> Result<Transfer, ReadError> {
-        self.shared.check().map_err(|error| ReadError::Engine(error.to_string()))?;
+        self.shared
+            .check()
+            .map_err(|error| ReadError::Engine(error.to_string()))?;
         if let Some(reason) = self.gone() {
             return Err(ReadError::PeerGone(reason.into()));
         }
         self.check_tables(tables, pairs)?;
         let number = self.next_transfer.fetch_add(1, Ordering::Relaxed);
         let cell = Arc::new(CompletionCell::new());
-        let transfer =
-            Transfer { number, cell: Arc::clone(&cell), shared: Arc::clone(&self.shared) };
+        let transfer = Transfer {
+            number,
+            cell: Arc::clone(&cell),
+            shared: Arc::clone(&self.shared),
+        };
         if tables.is_empty() || pairs.is_empty() {
             cell.complete(Ok(TransferReport {
                 bytes: 0,
@@ -167,7 +176,10 @@ impl Peer {
             }
             let kind = local.region().memory.kind();
             if self.peer.lane != Lane::Native && kind != MemoryKind::Host {
-                return Err(ReadError::Kind { lane: self.peer.lane, kind });
+                return Err(ReadError::Kind {
+                    lane: self.peer.lane,
+                    kind,
+                });
             }
             check_pairs(local.description(), &remote.description, pairs)?;
         }
@@ -203,14 +215,20 @@ impl Peer {
             return Err(SendError::PeerGone(reason.into()));
         }
         self.shared
-            .submit(Command::Send { peer: self.peer.id, channel, payload })
+            .submit(Command::Send {
+                peer: self.peer.id,
+                channel,
+                payload,
+            })
             .map_err(|error| SendError::Engine(error.to_string()))
     }
 
     /// Says goodbye and closes the connection. Transfers in flight fail.
     pub fn disconnect(&self) {
         // A stopped engine has closed everything already.
-        let _ = self.shared.submit(Command::Disconnect { peer: self.peer.id });
+        let _ = self
+            .shared
+            .submit(Command::Disconnect { peer: self.peer.id });
     }
 }
 
@@ -221,7 +239,10 @@ pub(crate) fn check_payload(bytes: usize) -> Result<(), SendError> {
     if (1..=MAX_PAYLOAD_BYTES).contains(&bytes) {
         Ok(())
     } else {
-        Err(SendError::Size { bytes, max: MAX_PAYLOAD_BYTES })
+        Err(SendError::Size {
+            bytes,
+            max: MAX_PAYLOAD_BYTES,
+        })
     }
 }
 

@@ -106,7 +106,11 @@ struct Geometry {
 
 impl Geometry {
     fn of(table: &TableDescription) -> Self {
-        Self { offset: table.offset, stride: table.block_stride, bytes: table.block_bytes }
+        Self {
+            offset: table.offset,
+            stride: table.block_stride,
+            bytes: table.block_bytes,
+        }
     }
 
     #[inline]
@@ -173,11 +177,18 @@ pub fn check_pairs(
     remote: &TableDescription,
     pairs: &[BlockPair],
 ) -> Result<(), ReadError> {
-    let mismatch = |field, ours: &dyn std::fmt::Display, theirs: &dyn std::fmt::Display| {
-        ReadError::Mismatch { field, ours: ours.to_string(), theirs: theirs.to_string() }
-    };
+    let mismatch =
+        |field, ours: &dyn std::fmt::Display, theirs: &dyn std::fmt::Display| ReadError::Mismatch {
+            field,
+            ours: ours.to_string(),
+            theirs: theirs.to_string(),
+        };
     if local.block_bytes != remote.block_bytes {
-        return Err(mismatch("block_bytes", &local.block_bytes, &remote.block_bytes));
+        return Err(mismatch(
+            "block_bytes",
+            &local.block_bytes,
+            &remote.block_bytes,
+        ));
     }
     if local.interior != remote.interior {
         return Err(ReadError::Mismatch {
@@ -188,10 +199,16 @@ pub fn check_pairs(
     }
     for pair in pairs {
         if pair.local >= local.block_count {
-            return Err(ReadError::LocalBlock { block: pair.local, count: local.block_count });
+            return Err(ReadError::LocalBlock {
+                block: pair.local,
+                count: local.block_count,
+            });
         }
         if pair.remote >= remote.block_count {
-            return Err(ReadError::RemoteBlock { block: pair.remote, count: remote.block_count });
+            return Err(ReadError::RemoteBlock {
+                block: pair.remote,
+                count: remote.block_count,
+            });
         }
     }
     Ok(())

@@ -29,7 +29,13 @@ impl RegionInner {
         handle: RegionHandle,
         key: Option<Vec<u8>>,
     ) -> Self {
-        Self { id, memory, handle, key, operations: AtomicU64::new(0) }
+        Self {
+            id,
+            memory,
+            handle,
+            key,
+            operations: AtomicU64::new(0),
+        }
     }
 
     pub(crate) fn operations(&self) -> u64 {

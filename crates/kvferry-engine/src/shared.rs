@@ -66,8 +66,10 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(config: EngineConfig) -> Result<Self, EngineError> {
-        let waker =
-            Waker::new().map_err(|source| EngineError::System { step: "eventfd", source })?;
+        let waker = Waker::new().map_err(|source| EngineError::System {
+            step: "eventfd",
+            source,
+        })?;
         Ok(Self {
             config,
             incarnation: Incarnation::random()?,
@@ -90,7 +92,10 @@ impl Shared {
     pub(crate) fn check(&self) -> Result<(), EngineError> {
         let here = std::process::id();
         if here != self.pid {
-            return Err(EngineError::Forked { owner: self.pid, here });
+            return Err(EngineError::Forked {
+                owner: self.pid,
+                here,
+            });
         }
         if self.stopped.load(Ordering::Acquire) {
             return Err(EngineError::Stopped);
@@ -135,7 +140,10 @@ impl Shared {
         timeout: Duration,
     ) -> Result<T, EngineError> {
         receiver.recv_timeout(timeout).map_err(|error| match error {
-            RecvTimeoutError::Timeout => EngineError::NoAnswer { what, waited: timeout },
+            RecvTimeoutError::Timeout => EngineError::NoAnswer {
+                what,
+                waited: timeout,
+            },
             RecvTimeoutError::Disconnected => EngineError::Stopped,
         })
     }
@@ -162,11 +170,16 @@ impl Shared {
             if !catalog.map.remove(memory.kind(), memory.address()) {
                 return Ok(());
             }
-            catalog.tables.retain(|table| table.description().region != region.id);
+            catalog
+                .tables
+                .retain(|table| table.description().region != region.id);
             catalog.regions.retain(|other| other.id != region.id);
         }
         let Some(timeout) = wait else {
-            let release = ReleaseRegion { region: Arc::clone(region), waiter: None };
+            let release = ReleaseRegion {
+                region: Arc::clone(region),
+                waiter: None,
+            };
             return Ok(self.submit(Command::Release(release))?);
         };
         let (sender, receiver) = bounded(1);
@@ -179,9 +192,11 @@ impl Shared {
         let patience = timeout + self.config.command_timeout;
         match Self::answer(&receiver, "a deregistration", patience)? {
             0 => Ok(()),
-            operations => {
-                Err(DeregisterError::Busy { region: region.id, operations, waited: timeout })
-            }
+            operations => Err(DeregisterError::Busy {
+                region: region.id,
+                operations,
+                waited: timeout,
+            }),
         }
     }
 
@@ -199,8 +214,16 @@ impl Shared {
             host: host_identity(),
             addresses: started.addresses.clone(),
             compatibility: self.config.compatibility.clone(),
-            regions: catalog.regions.iter().map(|region| region.describe()).collect(),
-            tables: catalog.tables.iter().map(|table| table.description().clone()).collect(),
+            regions: catalog
+                .regions
+                .iter()
+                .map(|region| region.describe())
+                .collect(),
+            tables: catalog
+                .tables
+                .iter()
+                .map(|table| table.description().clone())
+                .collect(),
             unix_socket: None,
         })
     }

@@ -92,7 +92,9 @@ impl Transfer {
     /// came first; wait for it as for any other.
     pub fn cancel(&self) {
         // A stopped engine has ended every transfer already.
-        let _ = self.shared.submit(Command::Cancel { transfer: self.number });
+        let _ = self.shared.submit(Command::Cancel {
+            transfer: self.number,
+        });
     }
 }
 

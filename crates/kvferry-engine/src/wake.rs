@@ -18,7 +18,10 @@ pub(crate) struct Waker {
 impl Waker {
     pub(crate) fn new() -> std::io::Result<Self> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Self { fd, asleep: AtomicBool::new(false) })
+        Ok(Self {
+            fd,
+            asleep: AtomicBool::new(false),
+        })
     }
 
     /// Ends the current sleep, or the next one if it has been announced. Call after submitting.

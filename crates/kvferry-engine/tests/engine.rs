@@ -2,7 +2,7 @@
 //!
 //! What needs two processes lives in the workspace's `tests/`.
 
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
@@ -36,7 +36,9 @@ fn start(kind: &Kind, builder: EngineBuilder) -> Engine {
     match kind {
         Kind::Loopback(network) => {
             let network = network.clone();
-            builder.start_on(move || LoopbackFabric::new(&network, 4096)).unwrap()
+            builder
+                .start_on(move || LoopbackFabric::new(&network, 4096))
+                .unwrap()
         }
         Kind::Ucx => {
             let engine = builder.start().unwrap();
@@ -73,13 +75,19 @@ fn side(engine: Engine, layers: u32, count: u32, bytes: u64, gap: u64) -> Side {
     let region = engine.register(&memory).unwrap();
     let tables = (0..layers)
         .map(|layer| {
-            let mut spec =
-                TableSpec::dense(bytes, count).at(span * u64::from(layer)).layer(layer);
+            let mut spec = TableSpec::dense(bytes, count)
+                .at(span * u64::from(layer))
+                .layer(layer);
             spec.block_stride = bytes + gap;
             engine.add_table(&region, spec).unwrap()
         })
         .collect();
-    Side { engine, memory, tables, _region: region }
+    Side {
+        engine,
+        memory,
+        tables,
+        _region: region,
+    }
 }
 
 impl Side {
@@ -92,9 +100,12 @@ impl Side {
         for table in &self.tables {
             let d = table.description();
             for block in 0..d.block_count {
-                let bytes: Vec<u8> =
-                    (0..d.block_bytes).map(|byte| pattern(d.layer, block, byte)).collect();
-                self.memory.write_at(self.at(d.layer, block), &bytes).unwrap();
+                let bytes: Vec<u8> = (0..d.block_bytes)
+                    .map(|byte| pattern(d.layer, block, byte))
+                    .collect();
+                self.memory
+                    .write_at(self.at(d.layer, block), &bytes)
+                    .unwrap();
             }
         }
     }
@@ -102,7 +113,9 @@ impl Side {
     fn block(&self, table: u32, block: u32) -> Vec<u8> {
         let bytes = self.tables[table as usize].description().block_bytes;
         let mut out = vec![0; bytes as usize];
-        self.memory.read_at(self.at(table, block), &mut out).unwrap();
+        self.memory
+            .read_at(self.at(table, block), &mut out)
+            .unwrap();
         out
     }
 }
@@ -112,27 +125,49 @@ fn with_tables(consumer: &Side, peer: &Peer) -> Vec<(Table, RemoteTable)> {
 }
 
 fn connect(consumer: &Engine, producer: &Engine, lane: Lane) -> Peer {
-    consumer.connect(producer.describe().unwrap(), LaneChoice::Pinned(lane)).unwrap()
+    consumer
+        .connect(producer.describe().unwrap(), LaneChoice::Pinned(lane))
+        .unwrap()
 }
 
 #[test]
 fn scattered_blocks_arrive_over_both_lanes_and_nothing_else_is_touched() {
     for kind in kinds() {
-        for (lane, gaps) in
-            [(Lane::Served, (0, 0)), (Lane::Served, (64, 0)), (Lane::Native, (0, 0)), (Lane::Native, (0, 32))]
-        {
+        for (lane, gaps) in [
+            (Lane::Served, (0, 0)),
+            (Lane::Served, (64, 0)),
+            (Lane::Native, (0, 0)),
+            (Lane::Native, (0, 32)),
+        ] {
             let producer = side(engine(&kind, "producer"), 3, 64, 1000, gaps.0);
             producer.fill();
             let consumer = side(engine(&kind, "consumer"), 3, 32, 1000, gaps.1);
-            consumer.memory.fill(0, consumer.memory.bytes(), 0xEE).unwrap();
+            consumer
+                .memory
+                .fill(0, consumer.memory.bytes(), 0xEE)
+                .unwrap();
             let peer = connect(&consumer.engine, &producer.engine, lane);
             assert_eq!(peer.lane(), lane);
             // Two neighbours, one reversed pair, scattered ones: 7 runs of ids.
-            let ids = [(0, 10), (1, 11), (2, 12), (5, 40), (4, 41), (9, 63), (20, 0), (21, 1), (30, 33)];
+            let ids = [
+                (0, 10),
+                (1, 11),
+                (2, 12),
+                (5, 40),
+                (4, 41),
+                (9, 63),
+                (20, 0),
+                (21, 1),
+                (30, 33),
+            ];
             let pairs: Vec<BlockPair> = ids.iter().map(|&(l, r)| BlockPair::new(l, r)).collect();
             let tables = with_tables(&consumer, &peer);
-            let report =
-                peer.read(&tables, &pairs).unwrap().wait(PATIENCE).unwrap().unwrap();
+            let report = peer
+                .read(&tables, &pairs)
+                .unwrap()
+                .wait(PATIENCE)
+                .unwrap()
+                .unwrap();
             let merged = gaps == (0, 0);
             assert_eq!(report.bytes, 3 * 9 * 1000);
             assert_eq!(report.operations, if merged { 3 * 6 } else { 3 * 9 });
@@ -149,13 +184,19 @@ fn scattered_blocks_arrive_over_both_lanes_and_nothing_else_is_touched() {
             assert!(counters.ucx_operations > 0);
             assert_eq!(counters.block_operations, report.operations);
             let (served, native) = (counters.served_bytes, counters.native_bytes);
-            assert_eq!((served, native), match lane {
-                Lane::Native => (0, report.bytes),
-                _ => (report.bytes, 0),
-            });
+            assert_eq!(
+                (served, native),
+                match lane {
+                    Lane::Native => (0, report.bytes),
+                    _ => (report.bytes, 0),
+                }
+            );
             if lane == Lane::Native {
                 // The greeting is one message; everything else is a read each.
-                assert_eq!(counters.ucx_operations - counters.messages_sent, report.operations);
+                assert_eq!(
+                    counters.ucx_operations - counters.messages_sent,
+                    report.operations
+                );
             }
             assert_eq!(counters.quarantined_bytes, 0);
             assert_eq!(consumer._region.operations(), 0);
@@ -181,7 +222,10 @@ fn many_transfers_at_once_all_end_with_their_own_bytes() {
                 })
                 .collect();
             for transfer in transfers {
-                assert_eq!(transfer.wait(PATIENCE).unwrap().unwrap().bytes, 2 * 8 * 4096);
+                assert_eq!(
+                    transfer.wait(PATIENCE).unwrap().unwrap().bytes,
+                    2 * 8 * 4096
+                );
             }
             for block in 0..256_u32 {
                 for layer in 0..2 {
@@ -201,8 +245,9 @@ fn a_transfer_can_be_awaited() {
     producer.fill();
     let consumer = side(engine(&kind, "consumer"), 1, 4, 64, 0);
     let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
-    let mut transfer =
-        peer.read(&with_tables(&consumer, &peer), &[BlockPair::new(3, 2)]).unwrap();
+    let mut transfer = peer
+        .read(&with_tables(&consumer, &peer), &[BlockPair::new(3, 2)])
+        .unwrap();
     // The smallest executor: a waker that unparks this thread.
     struct Unpark(std::thread::Thread);
     impl std::task::Wake for Unpark {
@@ -235,23 +280,49 @@ fn bad_reads_are_refused_by_name_and_disturb_nobody() {
             let pairs: Vec<BlockPair> = pairs.iter().map(|&(l, r)| BlockPair::new(l, r)).collect();
             peer.read(&tables, &pairs).unwrap_err()
         };
-        assert_eq!(refused(&[(0, 0), (4, 0)]), ReadError::LocalBlock { block: 4, count: 4 });
-        assert_eq!(refused(&[(0, 8)]), ReadError::RemoteBlock { block: 8, count: 8 });
+        assert_eq!(
+            refused(&[(0, 0), (4, 0)]),
+            ReadError::LocalBlock { block: 4, count: 4 }
+        );
+        assert_eq!(
+            refused(&[(0, 8)]),
+            ReadError::RemoteBlock { block: 8, count: 8 }
+        );
         let other = side(engine(&kind, "other"), 1, 8, 32, 0);
         let foreign = vec![(other.tables[0].clone(), tables[0].1.clone())];
         let error = peer.read(&foreign, &[BlockPair::new(0, 0)]).unwrap_err();
-        assert!(matches!(error, ReadError::Mismatch { field: "block_bytes", .. }), "{error}");
+        assert!(
+            matches!(
+                error,
+                ReadError::Mismatch {
+                    field: "block_bytes",
+                    ..
+                }
+            ),
+            "{error}"
+        );
         let twin = side(engine(&kind, "twin"), 1, 8, 64, 0);
         let foreign = vec![(twin.tables[0].clone(), tables[0].1.clone())];
         let error = peer.read(&foreign, &[BlockPair::new(0, 0)]).unwrap_err();
-        assert!(matches!(error, ReadError::LocalTable { table: 0 }), "{error}");
+        assert!(
+            matches!(error, ReadError::LocalTable { table: 0 }),
+            "{error}"
+        );
         let to_twin = connect(&consumer.engine, &twin.engine, Lane::Served);
         let error = to_twin.read(&tables, &[BlockPair::new(0, 0)]).unwrap_err();
         assert!(matches!(error, ReadError::StaleTable { .. }), "{error}");
         // Nothing to read has succeeded already.
-        let report = peer.read(&tables, &[]).unwrap().wait(Duration::ZERO).unwrap().unwrap();
+        let report = peer
+            .read(&tables, &[])
+            .unwrap()
+            .wait(Duration::ZERO)
+            .unwrap()
+            .unwrap();
         assert_eq!((report.bytes, report.operations, report.lane), (0, 0, None));
-        let report = peer.read(&tables, &[BlockPair::new(0, 7)]).unwrap().wait(PATIENCE);
+        let report = peer
+            .read(&tables, &[BlockPair::new(0, 7)])
+            .unwrap()
+            .wait(PATIENCE);
         assert_eq!(report.unwrap().unwrap().bytes, 64);
         assert_eq!(consumer.block(0, 0), producer.block(0, 7));
     }
@@ -264,9 +335,17 @@ fn a_read_of_a_table_that_was_withdrawn_is_rejected() {
         let consumer = side(engine(&kind, "consumer"), 1, 8, 64, 0);
         let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
         let tables = with_tables(&consumer, &peer);
-        let Side { engine: producer_engine, _region: region, .. } = producer;
+        let Side {
+            engine: producer_engine,
+            _region: region,
+            ..
+        } = producer;
         region.deregister(PATIENCE).unwrap();
-        let outcome = peer.read(&tables, &[BlockPair::new(0, 0)]).unwrap().wait(PATIENCE).unwrap();
+        let outcome = peer
+            .read(&tables, &[BlockPair::new(0, 0)])
+            .unwrap()
+            .wait(PATIENCE)
+            .unwrap();
         let error = outcome.unwrap_err();
         assert!(matches!(error, TransferError::Rejected { .. }), "{error}");
         assert_eq!(error.class(), kvferry_engine::ErrorClass::Rejected);
@@ -283,7 +362,11 @@ fn c78_registration_errors_say_address_length_kind_and_status() {
         let memory = pool.region().unwrap();
         let region = engine.register(&memory).unwrap();
         let again = engine.register(&memory).unwrap();
-        assert_eq!(region.id(), again.id(), "the same range is one registration");
+        assert_eq!(
+            region.id(),
+            again.id(),
+            "the same range is one registration"
+        );
         let base = std::ptr::NonNull::new(memory.address() as *mut u8).unwrap();
         // SAFETY: the pool outlives the call, which refuses anyway.
         #[allow(unsafe_code)]
@@ -291,7 +374,10 @@ fn c78_registration_errors_say_address_length_kind_and_status() {
         let error = engine.register(&part).unwrap_err();
         let text = error.to_string();
         assert!(matches!(error, RegisterError::Overlap { .. }), "{text}");
-        assert!(text.contains("4096 bytes of host memory") && text.contains("65536"), "{text}");
+        assert!(
+            text.contains("4096 bytes of host memory") && text.contains("65536"),
+            "{text}"
+        );
         assert!(text.contains(&format!("{:#x}", memory.address())), "{text}");
         // An address at which nothing is mapped.
         let nowhere = std::ptr::NonNull::new(0x10_000 as *mut u8).unwrap();
@@ -300,11 +386,15 @@ fn c78_registration_errors_say_address_length_kind_and_status() {
         let hole = unsafe { MemoryRegion::borrowed(nowhere, 8192) }.unwrap();
         let text = engine.register(&hole).unwrap_err().to_string();
         assert!(
-            text.contains("8192 bytes of host memory at 0x10000") && text.contains("not all of it is mapped"),
+            text.contains("8192 bytes of host memory at 0x10000")
+                && text.contains("not all of it is mapped"),
             "{text}"
         );
         region.deregister(PATIENCE).unwrap();
-        assert!(engine.add_table(&again, TableSpec::dense(64, 4)).is_ok(), "counted, still there");
+        assert!(
+            engine.add_table(&again, TableSpec::dense(64, 4)).is_ok(),
+            "counted, still there"
+        );
         again.deregister(PATIENCE).unwrap();
         engine.register(&memory).unwrap();
     }
@@ -324,7 +414,10 @@ fn c78_a_kind_that_ucx_cannot_register_is_refused_with_its_status() {
     let text = error.to_string();
     assert!(matches!(error, RegisterError::Fabric { .. }), "{text}");
     assert!(text.contains("4096 bytes of rocm:1 memory"), "{text}");
-    assert!(text.contains(&format!("{:#x}", pool.region().unwrap().address())), "{text}");
+    assert!(
+        text.contains(&format!("{:#x}", pool.region().unwrap().address())),
+        "{text}"
+    );
 }
 
 #[test]
@@ -341,18 +434,27 @@ fn tables_that_do_not_fit_are_refused_by_field() {
         (TableSpec::dense(64, 4).at(u64::MAX), "offset"),
         (TableSpec::dense(u64::MAX, u32::MAX), "table"),
     ] {
-        let text = engine.add_table(&region, spec.clone()).unwrap_err().to_string();
+        let text = engine
+            .add_table(&region, spec.clone())
+            .unwrap_err()
+            .to_string();
         assert!(text.contains(part), "{spec:?}: {text}");
     }
     let mut narrow = TableSpec::dense(64, 4);
     narrow.block_stride = 63;
-    assert!(engine.add_table(&region, narrow).unwrap_err().to_string().contains("block_stride"));
+    assert!(
+        engine
+            .add_table(&region, narrow)
+            .unwrap_err()
+            .to_string()
+            .contains("block_stride")
+    );
     assert_eq!(engine.describe().unwrap().tables.len(), 0);
 }
 
 /// Records what arrives, and answers each message with its length.
 struct Recorder {
-    seen: Arc<Mutex<Vec<Vec<u8>>>>,
+    seen: Seen,
     told: mpsc::Sender<usize>,
     answer: bool,
 }
@@ -372,10 +474,20 @@ impl Service for Recorder {
     }
 }
 
-fn recorder(answer: bool) -> (Box<Recorder>, Arc<Mutex<Vec<Vec<u8>>>>, mpsc::Receiver<usize>) {
+type Seen = Arc<Mutex<Vec<Vec<u8>>>>;
+
+fn recorder(answer: bool) -> (Box<Recorder>, Seen, mpsc::Receiver<usize>) {
     let seen = Arc::new(Mutex::new(Vec::new()));
     let (told, heard) = mpsc::channel();
-    (Box::new(Recorder { seen: Arc::clone(&seen), told, answer }), seen, heard)
+    (
+        Box::new(Recorder {
+            seen: Arc::clone(&seen),
+            told,
+            answer,
+        }),
+        seen,
+        heard,
+    )
 }
 
 #[test]
@@ -415,9 +527,14 @@ fn a_new_life_at_an_old_address_refuses_the_old_description() {
         let error = consumer.connect(stale, LaneChoice::Auto).unwrap_err();
         assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
         let text = error.to_string();
-        assert!(text.contains("stranger") && text.contains("producer"), "{text}");
+        assert!(
+            text.contains("stranger") && text.contains("producer"),
+            "{text}"
+        );
         // The right one still works, also after the refusal.
-        let peer = consumer.connect(producer.describe().unwrap(), LaneChoice::Auto).unwrap();
+        let peer = consumer
+            .connect(producer.describe().unwrap(), LaneChoice::Auto)
+            .unwrap();
         assert!(peer.gone().is_none());
     }
 }
@@ -446,10 +563,14 @@ fn lanes_that_cannot_be_used_are_refused_by_name() {
     for kind in kinds() {
         let (a, b) = (engine(&kind, "a"), engine(&kind, "b"));
         for lane in [Lane::Mapped, Lane::Attached] {
-            let error =
-                a.connect(b.describe().unwrap(), LaneChoice::Pinned(lane)).unwrap_err();
+            let error = a
+                .connect(b.describe().unwrap(), LaneChoice::Pinned(lane))
+                .unwrap_err();
             let text = error.to_string();
-            assert!(text.contains(lane.name()) && text.contains("does not have it yet"), "{text}");
+            assert!(
+                text.contains(lane.name()) && text.contains("does not have it yet"),
+                "{text}"
+            );
         }
         let mut without = EngineConfig::new(EngineId::new("c").unwrap());
         without.allow_emulation = false;
@@ -469,7 +590,9 @@ fn lanes_that_cannot_be_used_are_refused_by_name() {
 fn connecting_to_nobody_or_oneself_is_an_error() {
     for kind in kinds() {
         let a = engine(&kind, "a");
-        let error = a.connect(a.describe().unwrap(), LaneChoice::Auto).unwrap_err();
+        let error = a
+            .connect(a.describe().unwrap(), LaneChoice::Auto)
+            .unwrap_err();
         assert!(error.to_string().contains("this engine's own"), "{error}");
         let b = engine(&kind, "b");
         let gone = b.describe().unwrap();
@@ -497,7 +620,10 @@ fn shutdown_ends_transfers_peers_and_handles() {
         assert!(producer.engine.describe().is_err());
         let memory = HostPool::new(64).unwrap().region().unwrap();
         assert!(producer.engine.register(&memory).is_err());
-        assert!(producer.engine.shutdown(PATIENCE).is_err(), "it has ended before");
+        assert!(
+            producer.engine.shutdown(PATIENCE).is_err(),
+            "it has ended before"
+        );
         consumer.engine.shutdown(PATIENCE).unwrap();
         assert!(peer.read(&tables, &[BlockPair::new(0, 0)]).is_err());
         assert_eq!(consumer.engine.counters().quarantined_bytes, 0);
@@ -522,7 +648,12 @@ fn a_cancelled_transfer_ends_once_and_later_ones_work() {
             }
             assert!(transfer.is_quiesced());
         }
-        let report = peer.read(&tables, &pairs).unwrap().wait(PATIENCE).unwrap().unwrap();
+        let report = peer
+            .read(&tables, &pairs)
+            .unwrap()
+            .wait(PATIENCE)
+            .unwrap()
+            .unwrap();
         assert_eq!(report.bytes, 4096 * 4096);
         assert_eq!(consumer.block(0, 4095), producer.block(0, 0));
         assert_eq!(consumer.engine.counters().transfers_started, 21);
@@ -551,9 +682,16 @@ fn a_region_in_use_is_busy_and_given_up_afterwards() {
     let tables = with_tables(&consumer, &peer);
     peer.send(9, vec![1]).unwrap();
     let transfer = peer.read(&tables, &[BlockPair::new(0, 0)]).unwrap();
-    let Side { engine, _region: region, .. } = consumer;
+    let Side {
+        engine,
+        _region: region,
+        ..
+    } = consumer;
     let error = region.deregister(Duration::from_millis(10)).unwrap_err();
-    assert!(matches!(error, DeregisterError::Busy { operations: 1, .. }), "{error}");
+    assert!(
+        matches!(error, DeregisterError::Busy { operations: 1, .. }),
+        "{error}"
+    );
     assert_eq!(engine.counters().quarantined_regions, 1);
     release.send(()).unwrap();
     assert_eq!(transfer.wait(PATIENCE).unwrap().unwrap().bytes, 64);

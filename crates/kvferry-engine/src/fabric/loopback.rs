@@ -13,8 +13,8 @@ use kvferry_wire::Addresses;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
-    Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted, ReadOperation,
-    ReadToken, RegionHandle, Registered, SendBuffer, Sink,
+    Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
+    ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
 };
 use crate::memory::MemoryRegion;
 
@@ -85,8 +85,11 @@ impl LoopbackFabric {
     pub fn new(network: &LoopbackNetwork, max_segment_bytes: usize) -> Result<Self, FabricError> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| FabricError::new("eventfd", error.to_string()))?;
-        let node =
-            Arc::new(Node { inbox: Mutex::default(), regions: Mutex::default(), event });
+        let node = Arc::new(Node {
+            inbox: Mutex::default(),
+            regions: Mutex::default(),
+            event,
+        });
         let mut nodes = lock(&network.nodes);
         nodes.next += 1;
         let id = nodes.next;
@@ -117,8 +120,14 @@ impl LoopbackFabric {
     }
 
     fn finish(read: &PendingRead) -> Result<(), FabricError> {
-        MemoryRegion::copy(&read.from, read.from_offset, &read.to, read.to_offset, read.bytes)
-            .map_err(|error| FabricError::new("loopback read", error.to_string()))
+        MemoryRegion::copy(
+            &read.from,
+            read.from_offset,
+            &read.to,
+            read.to_offset,
+            read.bytes,
+        )
+        .map_err(|error| FabricError::new("loopback read", error.to_string()))
     }
 }
 
@@ -133,7 +142,10 @@ impl Fabric for LoopbackFabric {
 
     fn addresses(&self) -> Addresses {
         let id = self.id.to_le_bytes().to_vec();
-        Addresses { message: id.clone(), data: Some(id) }
+        Addresses {
+            message: id.clone(),
+            data: Some(id),
+        }
     }
 
     fn register(&mut self, memory: &MemoryRegion) -> Result<Registered, FabricError> {
@@ -141,7 +153,10 @@ impl Fabric for LoopbackFabric {
         lock(&self.node.regions).insert(handle, memory.clone());
         let mut key = self.id.to_le_bytes().to_vec();
         key.extend_from_slice(&handle.to_le_bytes());
-        Ok(Registered { handle: RegionHandle(handle), key: Some(key) })
+        Ok(Registered {
+            handle: RegionHandle(handle),
+            key: Some(key),
+        })
     }
 
     fn deregister(&mut self, region: RegionHandle) {
@@ -170,7 +185,10 @@ impl Fabric for LoopbackFabric {
         endpoint: EndpointId,
         buffer: SendBuffer,
     ) -> Result<Posted<SendBuffer>, (SendBuffer, FabricError)> {
-        let node = self.endpoints.get(&endpoint).and_then(|&id| self.network.node(id));
+        let node = self
+            .endpoints
+            .get(&endpoint)
+            .and_then(|&id| self.network.node(id));
         let Some(node) = node else {
             self.broken.insert(endpoint);
             return Err((buffer, gone("send")));
@@ -186,7 +204,10 @@ impl Fabric for LoopbackFabric {
         let (node, region) = bytes.split_at(8);
         let number = |bytes: &[u8]| bytes.iter().rev().fold(0, |n, &b| n << 8 | u64::from(b));
         if self.endpoints.get(&endpoint) != Some(&number(node)) {
-            return Err(FabricError::new("import_key", "the key belongs to another engine"));
+            return Err(FabricError::new(
+                "import_key",
+                "the key belongs to another engine",
+            ));
         }
         let id = KeyId(self.fresh());
         self.keys.insert(id, (endpoint, number(region)));
@@ -201,9 +222,17 @@ impl Fabric for LoopbackFabric {
     ) -> Result<Posted<()>, FabricError> {
         let region = match self.keys.get(&operation.key) {
             Some(&(owner, region)) if owner == endpoint => region,
-            _ => return Err(FabricError::new("read", "the key belongs to another endpoint")),
+            _ => {
+                return Err(FabricError::new(
+                    "read",
+                    "the key belongs to another endpoint",
+                ));
+            }
         };
-        let node = self.endpoints.get(&endpoint).and_then(|&id| self.network.node(id));
+        let node = self
+            .endpoints
+            .get(&endpoint)
+            .and_then(|&id| self.network.node(id));
         let node = node.ok_or_else(|| gone("read"))?;
         let from = lock(&node.regions).get(&region).cloned();
         let from = from.ok_or_else(|| FabricError::new("read", "no such region"))?;
@@ -236,7 +265,9 @@ impl Fabric for LoopbackFabric {
             sink.endpoint_failed(endpoint, gone("send"));
         }
         for _ in 0..self.reads.len() {
-            let Some(read) = self.reads.pop_front() else { break };
+            let Some(read) = self.reads.pop_front() else {
+                break;
+            };
             busy = true;
             let result = if self.endpoints.contains_key(&read.endpoint) {
                 Self::finish(&read)

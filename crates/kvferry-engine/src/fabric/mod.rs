@@ -83,7 +83,10 @@ pub struct SendBuffer {
 
 impl SendBuffer {
     pub(crate) fn new(capacity: usize) -> Self {
-        Self { bytes: vec![0; capacity].into_boxed_slice(), filled: 0 }
+        Self {
+            bytes: vec![0; capacity].into_boxed_slice(),
+            filled: 0,
+        }
     }
 
     /// The segment.

@@ -114,7 +114,9 @@ impl Situation<'_> {
         if let (Some(ours), Some(theirs)) = (self.ours, self.peer.ucx)
             && !can_unpack(ours, theirs)
         {
-            return Some(format!("UCX {ours} cannot unpack remote keys of UCX {theirs}"));
+            return Some(format!(
+                "UCX {ours} cannot unpack remote keys of UCX {theirs}"
+            ));
         }
         if !self.data_endpoint {
             return Some("no endpoint to the peer's data context could be made".into());

@@ -30,11 +30,21 @@ impl Cursor {
         let blocks = (run.bytes / local.block_bytes) as usize;
         let pair = self.pair + blocks;
         let after = if pair == pairs.len() {
-            Self { table: self.table + 1, pair: 0 }
+            Self {
+                table: self.table + 1,
+                pair: 0,
+            }
         } else {
-            Self { table: self.table, pair }
+            Self {
+                table: self.table,
+                pair,
+            }
         };
-        Some(Step { table: self.table, run, after })
+        Some(Step {
+            table: self.table,
+            run,
+            after,
+        })
     }
 }
 

@@ -3,7 +3,7 @@
 //! A transfer's bytes are one stream: table by table, block by block in the order of the request. A
 //! data segment says where in the stream its bytes begin, so segments may arrive in any order.
 
-use kvferry_wire::{ReadRequest, ReadRejected, RejectCode, TransferId, WireError};
+use kvferry_wire::{ReadRejected, ReadRequest, RejectCode, TransferId, WireError};
 
 use crate::memory::MemoryError;
 use crate::plan::{BlockPair, is_dense};
@@ -38,7 +38,11 @@ impl ServeJob {
         table_of: impl Fn(u32) -> Option<Table>,
     ) -> Result<Self, ReadRejected> {
         let transfer = request.transfer();
-        let reject = |code, detail: u64| ReadRejected { transfer, code, detail };
+        let reject = |code, detail: u64| ReadRejected {
+            transfer,
+            code,
+            detail,
+        };
         let mut tables = Vec::with_capacity(request.table_count());
         let mut holds: Vec<RegionHold> = Vec::new();
         let mut total = 0_u64;
@@ -86,7 +90,9 @@ impl ServeJob {
         let request = ReadRequest::view(&self.request).map_err(GatherError::Request)?;
         let mut filled = 0;
         while filled < out.len() {
-            let Some(table) = self.tables.get(self.table) else { break };
+            let Some(table) = self.tables.get(self.table) else {
+                break;
+            };
             let Some(run) = request.run(self.run) else {
                 self.table += 1;
                 self.run = 0;
@@ -94,13 +100,21 @@ impl ServeJob {
             };
             let d = table.description();
             // Bytes from here to the end of what lies in one piece.
-            let blocks = if is_dense(d) { u64::from(run.count - self.block) } else { 1 };
+            let blocks = if is_dense(d) {
+                u64::from(run.count - self.block)
+            } else {
+                1
+            };
             let extent = blocks * d.block_bytes - self.byte;
             let take = extent.min((out.len() - filled) as u64);
             let block = u64::from(run.first) + u64::from(self.block);
             let at = d.offset + block * d.block_stride + self.byte;
             let piece = &mut out[filled..filled + take as usize];
-            table.region().memory.read_at(at, piece).map_err(GatherError::Memory)?;
+            table
+                .region()
+                .memory
+                .read_at(at, piece)
+                .map_err(GatherError::Memory)?;
             filled += take as usize;
             let byte = self.byte + take;
             self.block += (byte / d.block_bytes) as u32;
@@ -128,7 +142,11 @@ pub(crate) enum GatherError {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ScatterError {
     #[error("{bytes} bytes at offset {offset} of a stream of {total}")]
-    Outside { offset: u64, bytes: usize, total: u64 },
+    Outside {
+        offset: u64,
+        bytes: usize,
+        total: u64,
+    },
     #[error(transparent)]
     Memory(#[from] MemoryError),
 }
@@ -147,10 +165,17 @@ impl Scatter<'_> {
     pub(crate) fn write(&self, offset: u64, mut bytes: &[u8]) -> Result<(), ScatterError> {
         let end = offset.checked_add(bytes.len() as u64);
         if end.is_none_or(|end| end > self.total) {
-            return Err(ScatterError::Outside { offset, bytes: bytes.len(), total: self.total });
+            return Err(ScatterError::Outside {
+                offset,
+                bytes: bytes.len(),
+                total: self.total,
+            });
         }
         let mut offset = offset;
-        let mut table = self.starts.partition_point(|&start| start <= offset).saturating_sub(1);
+        let mut table = self
+            .starts
+            .partition_point(|&start| start <= offset)
+            .saturating_sub(1);
         while let (false, Some(pair)) = (bytes.is_empty(), self.tables.get(table)) {
             let d = pair.local.description();
             let within = offset - self.starts[table];
@@ -161,8 +186,11 @@ impl Scatter<'_> {
             }
             let byte = within % d.block_bytes;
             let want = byte + bytes.len() as u64;
-            let blocks =
-                if is_dense(d) { neighbours(&self.pairs[index..], want, d.block_bytes) } else { 1 };
+            let blocks = if is_dense(d) {
+                neighbours(&self.pairs[index..], want, d.block_bytes)
+            } else {
+                1
+            };
             let take = (blocks * d.block_bytes - byte).min(bytes.len() as u64);
             let at = d.offset + u64::from(self.pairs[index].local) * d.block_stride + byte;
             let (now, rest) = bytes.split_at(take as usize);
@@ -178,7 +206,9 @@ impl Scatter<'_> {
 fn neighbours(pairs: &[BlockPair], want: u64, block_bytes: u64) -> u64 {
     let mut count = 1;
     while count * block_bytes < want {
-        let Some(next) = pairs.get(count as usize) else { break };
+        let Some(next) = pairs.get(count as usize) else {
+            break;
+        };
         if u64::from(next.local) != u64::from(pairs[0].local) + count {
             break;
         }

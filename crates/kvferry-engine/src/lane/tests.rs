@@ -12,7 +12,10 @@ fn peer(data: bool, ucx: Option<UcxVersion>) -> Description {
         kvferry_version: "0".into(),
         ucx,
         host: "h".into(),
-        addresses: Addresses { message: vec![1], data: data.then(|| vec![1]) },
+        addresses: Addresses {
+            message: vec![1],
+            data: data.then(|| vec![1]),
+        },
         compatibility: std::collections::BTreeMap::new(),
         regions: vec![],
         tables: vec![],
@@ -21,7 +24,11 @@ fn peer(data: bool, ucx: Option<UcxVersion>) -> Description {
 }
 
 const fn version(minor: u32) -> UcxVersion {
-    UcxVersion { major: 1, minor, release: 0 }
+    UcxVersion {
+        major: 1,
+        minor,
+        release: 0,
+    }
 }
 
 #[test]
@@ -31,7 +38,10 @@ fn names_are_parsed_and_printed() {
     }
     assert_eq!("auto".parse(), Ok(LaneChoice::Auto));
     let error = "rdma".parse::<LaneChoice>().unwrap_err();
-    assert_eq!(error, "no lane \"rdma\": auto, mapped, native, attached or served");
+    assert_eq!(
+        error,
+        "no lane \"rdma\": auto, mapped, native, attached or served"
+    );
 }
 
 #[test]
@@ -45,17 +55,54 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
         (&real, old, old, true, true, Lane::Native, None),
         (&real, old, new, true, true, Lane::Native, None),
         (&real, new, new, true, true, Lane::Native, None),
-        (&real, new, old, true, true, Lane::Served, Some("cannot unpack")),
-        (&real, new, new, false, true, Lane::Served, Some("peer has no data context")),
-        (&real, new, new, true, false, Lane::Served, Some("no endpoint")),
+        (
+            &real,
+            new,
+            old,
+            true,
+            true,
+            Lane::Served,
+            Some("cannot unpack"),
+        ),
+        (
+            &real,
+            new,
+            new,
+            false,
+            true,
+            Lane::Served,
+            Some("peer has no data context"),
+        ),
+        (
+            &real,
+            new,
+            new,
+            true,
+            false,
+            Lane::Served,
+            Some("no endpoint"),
+        ),
         (&emulated, old, old, true, true, Lane::Served, None),
-        (&none, old, old, true, true, Lane::Served, Some("no such transport")),
+        (
+            &none,
+            old,
+            old,
+            true,
+            true,
+            Lane::Served,
+            Some("no such transport"),
+        ),
     ];
     for (row, (native, ours, theirs, data, endpoint, auto, refusal)) in
         table.into_iter().enumerate()
     {
         let peer = peer(data, theirs);
-        let situation = Situation { native, ours, peer: &peer, data_endpoint: endpoint };
+        let situation = Situation {
+            native,
+            ours,
+            peer: &peer,
+            data_endpoint: endpoint,
+        };
         assert_eq!(situation.choose(LaneChoice::Auto), Ok(auto), "row {row}");
         let got = situation.refusal(Lane::Native);
         match refusal {
@@ -63,6 +110,8 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
             Some(part) => assert!(got.is_some_and(|got| got.contains(part)), "row {row}"),
         }
         let pinned = situation.choose(LaneChoice::Pinned(Lane::Mapped));
-        assert!(matches!(pinned, Err((Lane::Mapped, reason)) if reason.contains("not have it yet")));
+        assert!(
+            matches!(pinned, Err((Lane::Mapped, reason)) if reason.contains("not have it yet"))
+        );
     }
 }

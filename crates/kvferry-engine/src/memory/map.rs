@@ -54,7 +54,14 @@ impl RegionMap {
         {
             return Err((start, entry.bytes));
         }
-        self.ranges.insert((kind, address), Entry { bytes, id, count: 1 });
+        self.ranges.insert(
+            (kind, address),
+            Entry {
+                bytes,
+                id,
+                count: 1,
+            },
+        );
         Ok(Inserted::New)
     }
 
@@ -92,7 +99,10 @@ mod tests {
         assert_eq!(map.insert(HOST, 0, 1000, 3), Err((100, 50)));
         assert_eq!(map.insert(HOST, 150, 10, 3), Ok(Inserted::New));
         assert_eq!(map.insert(HOST, 50, 50, 4), Ok(Inserted::New));
-        assert_eq!(map.insert(MemoryKind::Cuda { device: 0 }, 120, 1, 5), Ok(Inserted::New));
+        assert_eq!(
+            map.insert(MemoryKind::Cuda { device: 0 }, 120, 1, 5),
+            Ok(Inserted::New)
+        );
         assert!(!map.remove(HOST, 100));
         assert!(map.remove(HOST, 100));
         assert!(!map.remove(HOST, 100));

@@ -33,7 +33,10 @@ impl HostPool {
     /// # Errors
     /// [`MemoryError::Empty`] for zero bytes, [`MemoryError::NoMemory`] if that much is not there,
     /// [`MemoryError::Pool`] with the step that failed.
-    #[allow(clippy::new_ret_no_self, reason = "a pool is shared from its first moment")]
+    #[allow(
+        clippy::new_ret_no_self,
+        reason = "a pool is shared from its first moment"
+    )]
     pub fn new(bytes: usize) -> Result<Arc<Self>, MemoryError> {
         Self::with_options(bytes, HostPoolOptions::default())
     }
@@ -68,7 +71,11 @@ impl HostPool {
         let map = MmapOptions::new()
             .len(bytes)
             .map_raw(&file)
-            .map_err(|source| MemoryError::Pool { step: "mmap", bytes: bytes as u64, source })?;
+            .map_err(|source| MemoryError::Pool {
+                step: "mmap",
+                bytes: bytes as u64,
+                source,
+            })?;
         Ok(Arc::new(Self { file, map }))
     }
 
@@ -102,11 +109,12 @@ impl HostPool {
 /// memory first and then have the kernel kill somebody. Huge pages are reserved, so there the
 /// allocation itself answers.
 fn check_available(bytes: u64) -> Result<(), MemoryError> {
-    let available = [meminfo_available(), cgroup_available()].into_iter().flatten().min();
+    let available = [meminfo_available(), cgroup_available()]
+        .into_iter()
+        .flatten()
+        .min();
     match available {
-        Some(available) if bytes > available => {
-            Err(MemoryError::NoMemory { bytes, available })
-        }
+        Some(available) if bytes > available => Err(MemoryError::NoMemory { bytes, available }),
         _ => Ok(()),
     }
 }
@@ -114,7 +122,9 @@ fn check_available(bytes: u64) -> Result<(), MemoryError> {
 /// `MemAvailable`, the kernel's estimate of what can be had without swapping.
 fn meminfo_available() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     kib.checked_mul(1024)
 }
@@ -122,9 +132,8 @@ fn meminfo_available() -> Option<u64> {
 /// What the control group has left, if it has a limit. Both versions are asked.
 fn cgroup_available() -> Option<u64> {
     let groups = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let number = |path: String| -> Option<u64> {
-        std::fs::read_to_string(path).ok()?.trim().parse().ok()
-    };
+    let number =
+        |path: String| -> Option<u64> { std::fs::read_to_string(path).ok()?.trim().parse().ok() };
     groups
         .lines()
         .filter_map(|line| {
@@ -132,8 +141,15 @@ fn cgroup_available() -> Option<u64> {
             let (controllers, group) = rest.split_once(':')?;
             let (root, limit, usage) = if hierarchy == "0" {
                 ("/sys/fs/cgroup", "memory.max", "memory.current")
-            } else if controllers.split(',').any(|controller| controller == "memory") {
-                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            } else if controllers
+                .split(',')
+                .any(|controller| controller == "memory")
+            {
+                (
+                    "/sys/fs/cgroup/memory",
+                    "memory.limit_in_bytes",
+                    "memory.usage_in_bytes",
+                )
             } else {
                 return None;
             };
@@ -156,15 +172,25 @@ mod tests {
         let mut out = vec![1; 10_000];
         pool.region().unwrap().read_at(0, &mut out).unwrap();
         assert!(out.iter().all(|&byte| byte == 0));
-        assert!(fcntl_get_seals(pool.fd()).unwrap().contains(SealFlags::SHRINK | SealFlags::GROW));
+        assert!(
+            fcntl_get_seals(pool.fd())
+                .unwrap()
+                .contains(SealFlags::SHRINK | SealFlags::GROW)
+        );
         assert!(ftruncate(pool.fd(), 1).is_err());
     }
 
     #[test]
     fn a_pool_that_does_not_fit_is_an_error_with_its_size() {
         let error = HostPool::new(1 << 60).unwrap_err();
-        assert!(matches!(error, MemoryError::NoMemory { bytes, .. } if bytes == 1 << 60), "{error}");
-        assert!(matches!(HostPool::new(0).unwrap_err(), MemoryError::Empty { .. }));
+        assert!(
+            matches!(error, MemoryError::NoMemory { bytes, .. } if bytes == 1 << 60),
+            "{error}"
+        );
+        assert!(matches!(
+            HostPool::new(0).unwrap_err(),
+            MemoryError::Empty { .. }
+        ));
     }
 
     #[test]

@@ -44,7 +44,9 @@ pub enum MemoryError {
         kind: MemoryKind,
     },
     /// A pool that is larger than the memory there is.
-    #[error("a host pool of {bytes} bytes was asked for, {available} bytes of memory are available; ask for less")]
+    #[error(
+        "a host pool of {bytes} bytes was asked for, {available} bytes of memory are available; ask for less"
+    )]
     NoMemory {
         /// Size of the pool.
         bytes: u64,
@@ -52,7 +54,9 @@ pub enum MemoryError {
         available: u64,
     },
     /// The operating system refused memory for a pool.
-    #[error("{step} for a host pool of {bytes} bytes failed: {source}; free memory or ask for less")]
+    #[error(
+        "{step} for a host pool of {bytes} bytes failed: {source}; free memory or ask for less"
+    )]
     Pool {
         /// What was tried.
         step: &'static str,
@@ -129,9 +133,17 @@ impl MemoryRegion {
             return Err(MemoryError::Empty { address });
         }
         if bytes > isize::MAX as usize || address.checked_add(bytes as u64).is_none() {
-            return Err(MemoryError::Overflow { address, bytes: bytes as u64 });
+            return Err(MemoryError::Overflow {
+                address,
+                bytes: bytes as u64,
+            });
         }
-        Ok(Self { base, bytes, kind, owner })
+        Ok(Self {
+            base,
+            bytes,
+            kind,
+            owner,
+        })
     }
 
     /// Address of the first byte in this process.
@@ -247,7 +259,11 @@ impl MemoryRegion {
     pub(crate) fn pointer(&self, offset: u64, bytes: u64) -> Result<NonNull<u8>, MemoryError> {
         let end = offset.checked_add(bytes);
         if end.is_none_or(|end| end > self.bytes as u64) {
-            return Err(MemoryError::OutOfBounds { offset, bytes, region_bytes: self.bytes() });
+            return Err(MemoryError::OutOfBounds {
+                offset,
+                bytes,
+                region_bytes: self.bytes(),
+            });
         }
         // SAFETY: offset <= bytes of the region (checked), so the result is inside it or one past
         // its end.
@@ -264,7 +280,13 @@ impl MemoryRegion {
 
 impl fmt::Debug for MemoryRegion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes of {} memory at {:#x}", self.bytes, self.kind, self.address())
+        write!(
+            f,
+            "{} bytes of {} memory at {:#x}",
+            self.bytes,
+            self.kind,
+            self.address()
+        )
     }
 }
 
@@ -306,18 +328,29 @@ mod tests {
         let base = NonNull::<u8>::dangling();
         // SAFETY: both constructors refuse, so nothing is ever accessed.
         let (empty, overflow) = unsafe {
-            (MemoryRegion::borrowed(base, 0), MemoryRegion::borrowed(base, usize::MAX))
+            (
+                MemoryRegion::borrowed(base, 0),
+                MemoryRegion::borrowed(base, usize::MAX),
+            )
         };
-        assert!(matches!(empty.unwrap_err(), MemoryError::Empty { address: 1 }));
-        assert!(matches!(overflow.unwrap_err(), MemoryError::Overflow { bytes: u64::MAX, .. }));
+        assert!(matches!(
+            empty.unwrap_err(),
+            MemoryError::Empty { address: 1 }
+        ));
+        assert!(matches!(
+            overflow.unwrap_err(),
+            MemoryError::Overflow {
+                bytes: u64::MAX,
+                ..
+            }
+        ));
     }
 
     #[test]
     fn device_memory_is_never_touched_by_the_processor() {
         let kind = MemoryKind::Cuda { device: 3 };
         // SAFETY: the kind is not host, so no copy is ever made.
-        let region =
-            unsafe { MemoryRegion::borrowed_kind(NonNull::dangling(), 64, kind) }.unwrap();
+        let region = unsafe { MemoryRegion::borrowed_kind(NonNull::dangling(), 64, kind) }.unwrap();
         assert_eq!(
             region.read_at(0, &mut [0]).unwrap_err().to_string(),
             "a region of cuda:3 memory cannot be copied by the processor"

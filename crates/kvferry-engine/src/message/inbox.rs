@@ -82,14 +82,24 @@ impl Inbox {
             return Ok(false);
         }
         if sequence - self.next >= WINDOW {
-            return Err(InboxError::TooFar { next: self.next, got: sequence });
+            return Err(InboxError::TooFar {
+                next: self.next,
+                got: sequence,
+            });
         }
         match segment.header.body {
             SegmentBody::Data { transfer, offset } => {
                 self.set_bit(sequence);
-                deliver(Arrival::Data { transfer, offset, bytes: segment.payload });
+                deliver(Arrival::Data {
+                    transfer,
+                    offset,
+                    bytes: segment.payload,
+                });
             }
-            SegmentBody::Message { message_bytes, offset } => {
+            SegmentBody::Message {
+                message_bytes,
+                offset,
+            } => {
                 self.set_bit(sequence);
                 if sequence == self.next {
                     self.piece(message_bytes, offset, segment.payload, deliver)?;
@@ -116,9 +126,19 @@ impl Inbox {
     ) -> Result<(), InboxError> {
         self.held_bytes += payload.len();
         if self.held_bytes > MAX_HELD_BYTES {
-            return Err(InboxError::TooMuch { next: self.next, bytes: self.held_bytes });
+            return Err(InboxError::TooMuch {
+                next: self.next,
+                bytes: self.held_bytes,
+            });
         }
-        self.held.insert(sequence, Held { message_bytes, offset, payload: payload.into() });
+        self.held.insert(
+            sequence,
+            Held {
+                message_bytes,
+                offset,
+                payload: payload.into(),
+            },
+        );
         Ok(())
     }
 
@@ -145,7 +165,11 @@ impl Inbox {
         let expected = self.assembling.len();
         let first = expected == 0;
         if offset as usize != expected || (!first && message_bytes != self.assembling_total) {
-            return Err(InboxError::Piece { expected, got: offset, total: message_bytes });
+            return Err(InboxError::Piece {
+                expected,
+                got: offset,
+                total: message_bytes,
+            });
         }
         if first && payload.len() == message_bytes as usize {
             deliver(Arrival::Message(payload));
@@ -185,12 +209,21 @@ mod tests {
 
     fn segment(sequence: u64, body: SegmentBody, payload: &[u8]) -> Segment<'_> {
         let id = Incarnation::from_bytes([1; 16]).unwrap();
-        let header = SegmentHeader { source: id, destination: id, connection: 1, sequence, body };
+        let header = SegmentHeader {
+            source: id,
+            destination: id,
+            connection: 1,
+            sequence,
+            body,
+        };
         Segment { header, payload }
     }
 
     fn message(total: u32, offset: u32) -> SegmentBody {
-        SegmentBody::Message { message_bytes: total, offset }
+        SegmentBody::Message {
+            message_bytes: total,
+            offset,
+        }
     }
 
     fn take(inbox: &mut Inbox, segment: &Segment<'_>) -> (bool, Vec<Vec<u8>>) {
@@ -204,16 +237,34 @@ mod tests {
     #[test]
     fn messages_wait_for_their_turn_and_data_does_not() {
         let mut inbox = Inbox::new();
-        let transfer = TransferId { slot: 1, generation: 1 };
-        assert_eq!(take(&mut inbox, &segment(2, message(1, 0), b"c")), (true, vec![]));
-        let data = SegmentBody::Data { transfer, offset: 0 };
-        assert_eq!(take(&mut inbox, &segment(1, data, b"d")), (true, vec![b"d".to_vec()]));
+        let transfer = TransferId {
+            slot: 1,
+            generation: 1,
+        };
+        assert_eq!(
+            take(&mut inbox, &segment(2, message(1, 0), b"c")),
+            (true, vec![])
+        );
+        let data = SegmentBody::Data {
+            transfer,
+            offset: 0,
+        };
+        assert_eq!(
+            take(&mut inbox, &segment(1, data, b"d")),
+            (true, vec![b"d".to_vec()])
+        );
         assert!(inbox.has_gap());
         let both = vec![b"a".to_vec(), b"c".to_vec()];
-        assert_eq!(take(&mut inbox, &segment(0, message(1, 0), b"a")), (true, both));
+        assert_eq!(
+            take(&mut inbox, &segment(0, message(1, 0), b"a")),
+            (true, both)
+        );
         assert!(!inbox.has_gap());
         assert_eq!(take(&mut inbox, &segment(1, data, b"d")), (false, vec![]));
-        assert_eq!(take(&mut inbox, &segment(2, message(1, 0), b"c")), (false, vec![]));
+        assert_eq!(
+            take(&mut inbox, &segment(2, message(1, 0), b"c")),
+            (false, vec![])
+        );
     }
 
     #[test]
@@ -222,9 +273,16 @@ mod tests {
         let far = segment(WINDOW, message(1, 0), b"x");
         assert_eq!(
             inbox.accept(&far, &mut |_| panic!("nothing to deliver")),
-            Err(InboxError::TooFar { next: 0, got: WINDOW })
+            Err(InboxError::TooFar {
+                next: 0,
+                got: WINDOW
+            })
         );
-        assert!(inbox.accept(&segment(WINDOW - 1, message(1, 0), b"x"), &mut |_| {}).unwrap());
+        assert!(
+            inbox
+                .accept(&segment(WINDOW - 1, message(1, 0), b"x"), &mut |_| {})
+                .unwrap()
+        );
     }
 
     #[test]
@@ -232,10 +290,21 @@ mod tests {
         let mut inbox = Inbox::new();
         take(&mut inbox, &segment(0, message(4, 0), b"ab"));
         let wrong_offset = inbox.accept(&segment(1, message(4, 3), b"d"), &mut |_| {});
-        assert_eq!(wrong_offset, Err(InboxError::Piece { expected: 2, got: 3, total: 4 }));
+        assert_eq!(
+            wrong_offset,
+            Err(InboxError::Piece {
+                expected: 2,
+                got: 3,
+                total: 4
+            })
+        );
         let mut inbox = Inbox::new();
         take(&mut inbox, &segment(0, message(4, 0), b"ab"));
-        assert!(inbox.accept(&segment(1, message(5, 2), b"cd"), &mut |_| {}).is_err());
+        assert!(
+            inbox
+                .accept(&segment(1, message(5, 2), b"cd"), &mut |_| {})
+                .is_err()
+        );
     }
 
     proptest! {

@@ -31,7 +31,11 @@ impl Outbox {
 
     /// Takes the next piece of at most `max` bytes.
     pub(crate) fn next_piece(&mut self, max: usize) -> Option<Piece<'_>> {
-        if self.queue.front().is_some_and(|front| front.len() == self.taken) {
+        if self
+            .queue
+            .front()
+            .is_some_and(|front| front.len() == self.taken)
+        {
             self.queue.pop_front();
             self.taken = 0;
         }
@@ -49,7 +53,11 @@ impl Outbox {
 
     /// Drops the front message if all of it has been taken.
     pub(crate) fn settle(&mut self) {
-        if self.queue.front().is_some_and(|front| front.len() == self.taken) {
+        if self
+            .queue
+            .front()
+            .is_some_and(|front| front.len() == self.taken)
+        {
             self.queue.pop_front();
             self.taken = 0;
         }

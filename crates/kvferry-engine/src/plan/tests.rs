@@ -19,7 +19,9 @@ fn table(offset: u64, bytes: u64, gap: u64, count: u32) -> TableDescription {
 }
 
 fn pairs(ids: &[(u32, u32)]) -> Vec<BlockPair> {
-    ids.iter().map(|&(local, remote)| BlockPair::new(local, remote)).collect()
+    ids.iter()
+        .map(|&(local, remote)| BlockPair::new(local, remote))
+        .collect()
 }
 
 /// Every byte that a plan moves, as (from, to), one block at a time.
@@ -43,7 +45,15 @@ fn model(
 #[test]
 fn neighbours_on_both_sides_become_one_run() {
     let (dense, gappy) = (table(0, 64, 0, 100), table(0, 64, 64, 100));
-    let ids = pairs(&[(0, 10), (1, 11), (2, 12), (4, 13), (5, 14), (6, 16), (5, 15)]);
+    let ids = pairs(&[
+        (0, 10),
+        (1, 11),
+        (2, 12),
+        (4, 13),
+        (5, 14),
+        (6, 16),
+        (5, 15),
+    ]);
     assert_eq!(plan(&dense, &dense, &ids).count(), 4);
     assert_eq!(plan(&gappy, &dense, &ids).count(), 7);
     assert_eq!(plan(&dense, &gappy, &ids).count(), 7);
@@ -53,7 +63,11 @@ fn neighbours_on_both_sides_become_one_run() {
 #[test]
 fn the_last_ids_do_not_overflow() {
     let table = table(0, 1, 0, u32::MAX);
-    let ids = pairs(&[(u32::MAX - 2, u32::MAX - 2), (u32::MAX - 1, u32::MAX - 1), (0, 0)]);
+    let ids = pairs(&[
+        (u32::MAX - 2, u32::MAX - 2),
+        (u32::MAX - 1, u32::MAX - 1),
+        (0, 0),
+    ]);
     check_pairs(&table, &table, &ids).unwrap();
     let runs: Vec<Run> = plan(&table, &table, &ids).collect();
     assert_eq!(runs.len(), 2);
@@ -64,14 +78,40 @@ fn the_last_ids_do_not_overflow() {
 fn bad_pairs_and_tables_are_named() {
     let (a, b) = (table(0, 64, 0, 10), table(0, 64, 0, 20));
     let error = check_pairs(&a, &b, &pairs(&[(9, 19), (10, 0)])).unwrap_err();
-    assert!(matches!(error, ReadError::LocalBlock { block: 10, count: 10 }), "{error}");
+    assert!(
+        matches!(
+            error,
+            ReadError::LocalBlock {
+                block: 10,
+                count: 10
+            }
+        ),
+        "{error}"
+    );
     let error = check_pairs(&a, &b, &pairs(&[(0, 20)])).unwrap_err();
-    assert!(matches!(error, ReadError::RemoteBlock { block: 20, count: 20 }), "{error}");
+    assert!(
+        matches!(
+            error,
+            ReadError::RemoteBlock {
+                block: 20,
+                count: 20
+            }
+        ),
+        "{error}"
+    );
     let error = check_pairs(&a, &table(0, 32, 0, 10), &[]).unwrap_err();
-    assert_eq!(error.to_string(), "the tables differ in block_bytes: 64 here, 32 at the peer");
+    assert_eq!(
+        error.to_string(),
+        "the tables differ in block_bytes: 64 here, 32 at the peer"
+    );
     let mut other = b;
     other.interior.layout = "NHD".into();
-    assert!(check_pairs(&a, &other, &[]).unwrap_err().to_string().contains("interior"));
+    assert!(
+        check_pairs(&a, &other, &[])
+            .unwrap_err()
+            .to_string()
+            .contains("interior")
+    );
 }
 
 /// C124: a request of 100,000 scattered blocks is planned in at most as many runs.
@@ -79,8 +119,9 @@ fn bad_pairs_and_tables_are_named() {
 fn c124_hundred_thousand_descriptors_plan_into_at_most_as_many_runs() {
     let local = table(0, 4096, 0, 100_000);
     let remote = table(0, 4096, 0, 1 << 20);
-    let ids: Vec<BlockPair> =
-        (0..100_000_u32).map(|id| BlockPair::new(id, id.wrapping_mul(7919) % (1 << 20))).collect();
+    let ids: Vec<BlockPair> = (0..100_000_u32)
+        .map(|id| BlockPair::new(id, id.wrapping_mul(7919) % (1 << 20)))
+        .collect();
     check_pairs(&local, &remote, &ids).unwrap();
     let (mut runs, mut bytes) = (0_u64, 0_u64);
     for run in plan(&local, &remote, &ids) {

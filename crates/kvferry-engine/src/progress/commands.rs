@@ -22,7 +22,11 @@ impl Core {
             Command::Disconnect { peer } => self.leave(peer.0),
             Command::Read(command) => self.start_read(*command),
             Command::Cancel { transfer } => self.cancel(transfer),
-            Command::Send { peer, channel, payload } => self.push_service(peer, channel, &payload),
+            Command::Send {
+                peer,
+                channel,
+                payload,
+            } => self.push_service(peer, channel, &payload),
             Command::WakeServices => self.tick_services = true,
             Command::Shutdown { deadline, reply } => self.begin_shutdown(deadline, reply),
         }
@@ -39,7 +43,9 @@ impl Core {
     /// Says goodbye to a peer and ends it when that has left.
     fn leave(&mut self, id: u64) {
         let deadline = self.now + LINGER;
-        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return;
+        };
         if !peer.is_ready() {
             return;
         }
@@ -47,7 +53,10 @@ impl Core {
         self.fail_transfers_of(id, |_, _| TransferError::Cancelled);
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.jobs.clear();
-            peer.phase = Phase::Leaving { deadline, reason: "we disconnected".into() };
+            peer.phase = Phase::Leaving {
+                deadline,
+                reason: "we disconnected".into(),
+            };
         }
     }
 
@@ -60,7 +69,10 @@ impl Core {
         for id in ids {
             self.leave(id);
         }
-        self.shutdown = Some(ShutdownState { deadline, reply: Some(reply) });
+        self.shutdown = Some(ShutdownState {
+            deadline,
+            reply: Some(reply),
+        });
     }
 
     /// Ends what is left when the fabric is gone.
@@ -76,12 +88,19 @@ impl Core {
                 let _ = reply.send(0);
             }
         }
-        self.shared.counters.quarantined_regions.store(0, Ordering::Relaxed);
+        self.shared
+            .counters
+            .quarantined_regions
+            .store(0, Ordering::Relaxed);
         debug_assert!(self.transfers.is_empty());
     }
 
     pub(super) fn answer_shutdown(&mut self) {
-        if let Some(reply) = self.shutdown.as_mut().and_then(|shutdown| shutdown.reply.take()) {
+        if let Some(reply) = self
+            .shutdown
+            .as_mut()
+            .and_then(|shutdown| shutdown.reply.take())
+        {
             let _ = reply.send(());
         }
     }

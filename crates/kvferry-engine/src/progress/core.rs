@@ -27,7 +27,10 @@ pub(super) enum Action {
     /// Close a peer's endpoint.
     Close(u64),
     /// Tell an engine, which is no peer, that its greeting is refused.
-    Refuse { to: Box<Description>, reply: Vec<u8> },
+    Refuse {
+        to: Box<Description>,
+        reply: Vec<u8>,
+    },
 }
 
 pub(super) struct ServiceSlot {
@@ -85,7 +88,11 @@ impl Core {
         let now = Instant::now();
         let services = services
             .into_iter()
-            .map(|(channel, service)| ServiceSlot { channel, service, next: Some(now) })
+            .map(|(channel, service)| ServiceSlot {
+                channel,
+                service,
+                next: Some(now),
+            })
             .collect();
         Ok(Self {
             native: capabilities.native.clone(),
@@ -198,7 +205,9 @@ impl Core {
     }
 
     pub(super) fn take_buffer(&mut self) -> SendBuffer {
-        self.free_buffers.pop().unwrap_or_else(|| SendBuffer::new(self.max_segment))
+        self.free_buffers
+            .pop()
+            .unwrap_or_else(|| SendBuffer::new(self.max_segment))
     }
 
     pub(super) fn recycle(&mut self, buffer: SendBuffer) {

@@ -27,7 +27,12 @@ pub(super) const LINGER: Duration = Duration::from_secs(1);
 impl Core {
     /// A handle asks for a peer.
     pub(super) fn connect(&mut self, command: ConnectCommand, fabric: &mut dyn Fabric) {
-        let ConnectCommand { description, lane, timeout, reply } = command;
+        let ConnectCommand {
+            description,
+            lane,
+            timeout,
+            reply,
+        } = command;
         if let Some(&id) = self.by_incarnation.get(&description.incarnation)
             && let Some(peer) = self.peers.get_mut(&id)
         {
@@ -44,17 +49,28 @@ impl Core {
             }
         }
         let deadline = self.now + timeout;
-        let phase = Phase::Greeting { since: self.now, deadline, waiters: Vec::new() };
+        let phase = Phase::Greeting {
+            since: self.now,
+            deadline,
+            waiters: Vec::new(),
+        };
         let name = format!("{} {}", description.engine, description.rank);
         let expects = description.incarnation;
-        let id = self.add_peer(Arc::clone(&description), phase, None, Box::new(Inbox::new()));
+        let id = self.add_peer(
+            Arc::clone(&description),
+            phase,
+            None,
+            Box::new(Inbox::new()),
+        );
         if let Err(source) = fabric.connect(EndpointId(id), &description.addresses) {
             let _ = reply.send(Err(ConnectError::Unreachable { peer: name, source }));
             self.lose(id, "no endpoint could be made");
             return;
         }
         let greeting = self.greeting(expects);
-        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return;
+        };
         peer.endpoint = Endpoint::Open;
         peer.transports = fabric.transports(EndpointId(id));
         match greeting {
@@ -119,7 +135,9 @@ impl Core {
 
     /// Makes the endpoint back to a peer that greeted us, and answers.
     pub(super) fn connect_back(&mut self, id: u64, fabric: &mut dyn Fabric) {
-        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return;
+        };
         if peer.is_lost() || peer.endpoint != Endpoint::None {
             return;
         }
@@ -145,7 +163,9 @@ impl Core {
     }
 
     fn accept(&mut self, id: u64) {
-        let reply = HelloReply::Accepted { incarnation: self.shared.incarnation };
+        let reply = HelloReply::Accepted {
+            incarnation: self.shared.incarnation,
+        };
         match kvferry_wire::encode_hello_reply(&reply) {
             Ok(message) => self.push_message(id, message),
             Err(error) => tracing::error!(%error, "a greeting could not be answered"),
@@ -155,7 +175,10 @@ impl Core {
     fn refuse(&mut self, to: Description, reply: &HelloReply) {
         tracing::info!(peer = %to.engine, rank = %to.rank, ?reply, "greeting refused");
         match kvferry_wire::encode_hello_reply(reply) {
-            Ok(reply) => self.actions.push(Action::Refuse { to: Box::new(to), reply }),
+            Ok(reply) => self.actions.push(Action::Refuse {
+                to: Box::new(to),
+                reply,
+            }),
             Err(error) => tracing::error!(%error, "a greeting could not be refused"),
         }
     }
@@ -188,11 +211,7 @@ impl Core {
     }
 
     /// Our greeting was answered. `peer` is who answered; a refusal may come from a stranger.
-    pub(super) fn hello_reply(
-        &mut self,
-        source: Incarnation,
-        reply: HelloReply,
-    ) {
+    pub(super) fn hello_reply(&mut self, source: Incarnation, reply: HelloReply) {
         match reply {
             HelloReply::Accepted { incarnation } => {
                 let id = self.by_incarnation.get(&incarnation).copied();
@@ -201,14 +220,22 @@ impl Core {
                     _ => self.protocol_violation("an answer to a greeting that was not sent"),
                 }
             }
-            HelloReply::Rejected { expects, code, reason } => {
+            HelloReply::Rejected {
+                expects,
+                code,
+                reason,
+            } => {
                 let id = self.by_incarnation.get(&expects).copied();
                 let Some(id) = id else {
                     self.protocol_violation("a refusal of a greeting that was not sent");
                     return;
                 };
-                let Some(peer) = self.peers.get_mut(&id) else { return };
-                let Phase::Greeting { waiters, .. } = &mut peer.phase else { return };
+                let Some(peer) = self.peers.get_mut(&id) else {
+                    return;
+                };
+                let Phase::Greeting { waiters, .. } = &mut peer.phase else {
+                    return;
+                };
                 let waiters = std::mem::take(waiters);
                 let name = peer.name();
                 for waiter in waiters {
@@ -224,7 +251,9 @@ impl Core {
 
     /// Our greeting was answered: the peer can be used.
     pub(super) fn greeted(&mut self, id: u64, fabric: &dyn Fabric) {
-        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return;
+        };
         if !matches!(peer.phase, Phase::Greeting { .. }) {
             return;
         }
@@ -242,20 +271,28 @@ impl Core {
     pub(super) fn greeting_timers(&mut self) {
         let now = self.now;
         let timeout = self.shared.config.connect_timeout;
-        self.strangers.retain(|_, stranger| now.duration_since(stranger.since) < timeout);
+        self.strangers
+            .retain(|_, stranger| now.duration_since(stranger.since) < timeout);
         let late: Vec<u64> = self
             .peers
             .values()
-            .filter(|peer| matches!(peer.phase, Phase::Greeting { deadline, .. } if deadline <= now))
+            .filter(
+                |peer| matches!(peer.phase, Phase::Greeting { deadline, .. } if deadline <= now),
+            )
             .map(|peer| peer.id)
             .collect();
         for id in late {
-            let Some(peer) = self.peers.get_mut(&id) else { continue };
+            let Some(peer) = self.peers.get_mut(&id) else {
+                continue;
+            };
             let name = peer.name();
             if let Phase::Greeting { since, waiters, .. } = &mut peer.phase {
                 let waited = now.duration_since(*since);
                 for waiter in std::mem::take(waiters) {
-                    let error = ConnectError::NoAnswer { peer: name.clone(), waited };
+                    let error = ConnectError::NoAnswer {
+                        peer: name.clone(),
+                        waited,
+                    };
                     let _ = waiter.reply.send(Err(error));
                 }
             }

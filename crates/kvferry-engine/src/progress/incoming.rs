@@ -77,9 +77,10 @@ impl Core {
             peer.last_heard = self.now;
             peer.suspect = false;
             // Out while it delivers, so that what it delivers can change the peer's state.
-            let Some(mut inbox) = peer.inbox.take() else { return };
-            let result =
-                inbox.accept(segment, &mut |arrival| self.deliver(id, source, arrival));
+            let Some(mut inbox) = peer.inbox.take() else {
+                return;
+            };
+            let result = inbox.accept(segment, &mut |arrival| self.deliver(id, source, arrival));
             if let Some(peer) = self.peers.get_mut(&id) {
                 peer.inbox = Some(inbox);
             }
@@ -100,16 +101,25 @@ impl Core {
         let key = (source, segment.header.connection);
         if !self.strangers.contains_key(&key) {
             if self.strangers.len() >= MAX_STRANGERS {
-                let oldest = self.strangers.iter().min_by_key(|(_, s)| s.since).map(|(k, _)| *k);
+                let oldest = self
+                    .strangers
+                    .iter()
+                    .min_by_key(|(_, s)| s.since)
+                    .map(|(k, _)| *k);
                 if let Some(oldest) = oldest {
                     self.strangers.remove(&oldest);
                 }
             }
-            let stranger = Stranger { inbox: Box::new(Inbox::new()), since: self.now };
+            let stranger = Stranger {
+                inbox: Box::new(Inbox::new()),
+                since: self.now,
+            };
             self.strangers.insert(key, stranger);
             self.schedule_peer_tick();
         }
-        let Some(mut stranger) = self.strangers.remove(&key) else { return };
+        let Some(mut stranger) = self.strangers.remove(&key) else {
+            return;
+        };
         let mut welcome = None;
         let result = stranger.inbox.accept(segment, &mut |arrival| {
             let Arrival::Message(bytes) = arrival else {
@@ -144,7 +154,11 @@ impl Core {
 
     fn deliver(&mut self, peer: u64, source: Incarnation, arrival: Arrival<'_>) {
         match arrival {
-            Arrival::Data { transfer, offset, bytes } => {
+            Arrival::Data {
+                transfer,
+                offset,
+                bytes,
+            } => {
                 self.served_data(peer, transfer, offset, bytes);
             }
             Arrival::Message(bytes) => match Message::parse(bytes) {
@@ -173,8 +187,10 @@ impl Core {
             Message::Pong { .. } => {}
             Message::Read(request) => self.read_request(peer, &request, bytes),
             Message::ReadRejected(rejected) => {
-                let error =
-                    TransferError::Rejected { code: rejected.code, detail: rejected.detail };
+                let error = TransferError::Rejected {
+                    code: rejected.code,
+                    detail: rejected.detail,
+                };
                 self.fail_served(peer, rejected.transfer, error);
             }
             Message::ReadCancel { transfer } => self.stop_serving(peer, transfer),
@@ -184,12 +200,19 @@ impl Core {
     }
 
     fn service(&mut self, peer: u64, source: Incarnation, channel: u16, payload: &[u8]) {
-        let Some(slot) = self.services.iter_mut().find(|slot| slot.channel == channel) else {
+        let Some(slot) = self
+            .services
+            .iter_mut()
+            .find(|slot| slot.channel == channel)
+        else {
             tracing::debug!(peer, channel, "a message for a channel without a service");
             add(&self.counters().messages_dropped, 1);
             return;
         };
-        let from = Sender { peer: PeerId(peer), incarnation: source };
+        let from = Sender {
+            peer: PeerId(peer),
+            incarnation: source,
+        };
         slot.service.on_message(from, payload, &mut self.replies);
         // What a message starts may end by itself: ask anew when the next look is due.
         slot.next = Some(self.now);
@@ -197,7 +220,9 @@ impl Core {
     }
 
     fn read_request(&mut self, peer: u64, request: &ReadRequest<'_>, bytes: &[u8]) {
-        let Some(state) = self.peers.get_mut(&peer) else { return };
+        let Some(state) = self.peers.get_mut(&peer) else {
+            return;
+        };
         if !matches!(state.phase, Phase::Ready) {
             return;
         }

@@ -44,7 +44,11 @@ impl<F: Fabric> Progress<F> {
         services: Vec<(u16, Box<dyn Service>)>,
     ) -> Result<Self, EngineError> {
         let core = Core::new(Arc::clone(&shared), fabric.capabilities(), services)?;
-        Ok(Self { fabric, core, shared })
+        Ok(Self {
+            fabric,
+            core,
+            shared,
+        })
     }
 
     /// Runs until the engine is shut down.

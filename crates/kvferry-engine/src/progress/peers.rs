@@ -27,7 +27,11 @@ pub(super) struct Waiter {
 
 pub(super) enum Phase {
     /// We have greeted and wait for the answer.
-    Greeting { since: Instant, deadline: Instant, waiters: Vec<Waiter> },
+    Greeting {
+        since: Instant,
+        deadline: Instant,
+        waiters: Vec<Waiter>,
+    },
     /// Greeted and answered.
     Ready,
     /// Saying goodbye; closed when all is sent, at the latest at the deadline.
@@ -160,7 +164,10 @@ impl Core {
             .map(|peer| peer.id)
             .collect();
         for id in earlier {
-            self.lose(id, "replaced by a new connection or a new life of the same worker");
+            self.lose(
+                id,
+                "replaced by a new connection or a new life of the same worker",
+            );
         }
     }
 
@@ -180,9 +187,14 @@ impl Core {
             peer: &peer.description,
             data_endpoint: fabric.has_data_endpoint(EndpointId(id)),
         };
-        let lane = situation.choose(choice).map_err(|(lane, reason)| {
-            ConnectError::LaneUnavailable { peer: peer.name(), lane, reason }
-        })?;
+        let lane =
+            situation
+                .choose(choice)
+                .map_err(|(lane, reason)| ConnectError::LaneUnavailable {
+                    peer: peer.name(),
+                    lane,
+                    reason,
+                })?;
         tracing::info!(
             peer = %peer.description.engine,
             rank = %peer.description.rank,
@@ -203,7 +215,9 @@ impl Core {
 
     /// Ends a peer: its transfers fail, its endpoint is closed, its services are told.
     pub(super) fn lose(&mut self, id: u64, reason: &str) {
-        let Some(peer) = self.peers.get_mut(&id) else { return };
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return;
+        };
         if peer.is_lost() {
             return;
         }
@@ -221,7 +235,10 @@ impl Core {
         match phase {
             Phase::Greeting { waiters, .. } => {
                 for waiter in waiters {
-                    let lost = ConnectError::Lost { peer: name.clone(), reason: reason.into() };
+                    let lost = ConnectError::Lost {
+                        peer: name.clone(),
+                        reason: reason.into(),
+                    };
                     let _ = waiter.reply.send(Err(lost));
                 }
             }

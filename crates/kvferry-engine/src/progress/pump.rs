@@ -3,7 +3,9 @@
 //! Peers take turns, and within a peer so do the reads it asked for, one segment each. Messages go
 //! before streams. A peer's segments and reads in flight are bounded by the configuration.
 
-use kvferry_wire::{SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader};
+use kvferry_wire::{
+    ReadRejected, RejectCode, SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader, TransferId,
+};
 
 use super::core::Core;
 use super::peers::{Endpoint, Phase};
@@ -22,8 +24,8 @@ const READS_PER_TURN: usize = 256;
 enum Filled {
     Nothing,
     Segment,
-    /// The stream of the peer's front job cannot go on.
-    Broken(String),
+    /// The stream of a read cannot go on.
+    Broken(TransferId, String),
 }
 
 impl Core {
@@ -31,7 +33,9 @@ impl Core {
     pub(super) fn pump(&mut self, fabric: &mut dyn Fabric) -> bool {
         let mut any = false;
         for _ in 0..self.active.len() {
-            let Some(id) = self.active.pop_front() else { break };
+            let Some(id) = self.active.pop_front() else {
+                break;
+            };
             if let Some(peer) = self.peers.get_mut(&id) {
                 peer.queued = false;
             }
@@ -60,9 +64,10 @@ impl Core {
         let window = self.shared.config.send_window;
         let mut any = false;
         for _ in 0..SEGMENTS_PER_TURN {
-            let open = self.peers.get(&id).is_some_and(|peer| {
-                peer.endpoint == Endpoint::Open && peer.in_flight < window
-            });
+            let open = self
+                .peers
+                .get(&id)
+                .is_some_and(|peer| peer.endpoint == Endpoint::Open && peer.in_flight < window);
             if !open {
                 break;
             }
@@ -73,9 +78,16 @@ impl Core {
                     self.recycle(buffer);
                     break;
                 }
-                Filled::Broken(reason) => {
+                Filled::Broken(transfer, reason) => {
                     self.recycle(buffer);
-                    tracing::warn!(peer = id, reason, "a peer's read cannot be served");
+                    tracing::warn!(peer = id, %transfer, reason, "a peer's read cannot be served");
+                    let rejected = ReadRejected {
+                        transfer,
+                        code: RejectCode::Withdrawn,
+                        detail: 0,
+                    };
+                    add(&self.counters().reads_rejected, 1);
+                    self.push_message(id, kvferry_wire::encode_read_rejected(&rejected));
                     continue;
                 }
             }
@@ -101,26 +113,38 @@ impl Core {
     fn fill(&mut self, id: u64, buffer: &mut SendBuffer) -> Filled {
         let (source, now) = (self.shared.incarnation, self.now);
         let counters = &self.shared.counters;
-        let Some(peer) = self.peers.get_mut(&id) else { return Filled::Nothing };
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return Filled::Nothing;
+        };
         let destination = peer.incarnation();
         let Some((head, room)) = buffer.bytes.split_first_chunk_mut::<SEGMENT_HEADER_BYTES>()
         else {
             return Filled::Nothing;
         };
         let (body, payload) = if let Some(piece) = peer.outbox.next_piece(room.len()) {
-            let Piece { message_bytes, offset, payload } = piece;
+            let Piece {
+                message_bytes,
+                offset,
+                payload,
+            } = piece;
             room[..payload.len()].copy_from_slice(payload);
             let bytes = payload.len();
             peer.outbox.settle();
             if offset as usize + bytes == message_bytes as usize {
                 add(&counters.messages_sent, 1);
             }
-            (SegmentBody::Message { message_bytes, offset }, bytes)
+            (
+                SegmentBody::Message {
+                    message_bytes,
+                    offset,
+                },
+                bytes,
+            )
         } else if let Some(mut job) = peer.jobs.pop_front() {
             let offset = job.stream;
             let bytes = match job.gather(room) {
                 Ok(bytes) => bytes,
-                Err(error) => return Filled::Broken(error.to_string()),
+                Err(error) => return Filled::Broken(job.transfer, error.to_string()),
             };
             let transfer = job.transfer;
             if !job.is_finished() {
@@ -151,11 +175,15 @@ impl Core {
         let window = self.shared.config.read_window;
         let mut any = false;
         for _ in 0..READS_PER_TURN {
-            let Some(peer) = self.peers.get_mut(&id) else { break };
+            let Some(peer) = self.peers.get_mut(&id) else {
+                break;
+            };
             if peer.reads_in_flight >= window || !matches!(peer.phase, Phase::Ready) {
                 break;
             }
-            let Some(&slot) = peer.reads.front() else { break };
+            let Some(&slot) = peer.reads.front() else {
+                break;
+            };
             match self.post_next(id, slot, fabric) {
                 Ok(true) => any = true,
                 Ok(false) => {
@@ -181,8 +209,12 @@ impl Core {
         slot: u32,
         fabric: &mut dyn Fabric,
     ) -> Result<bool, TransferError> {
-        let Some(transfer_id) = self.transfers.id_of(slot) else { return Ok(false) };
-        let Some(state) = self.transfers.in_slot(slot) else { return Ok(false) };
+        let Some(transfer_id) = self.transfers.id_of(slot) else {
+            return Ok(false);
+        };
+        let Some(state) = self.transfers.in_slot(slot) else {
+            return Ok(false);
+        };
         if state.ended || state.peer != id {
             return Ok(false);
         }
@@ -194,9 +226,15 @@ impl Core {
             return Ok(false);
         };
         let region_id = pair.remote.region;
-        let remote = peer.description.regions.iter().find(|region| region.id == region_id);
+        let remote = peer
+            .description
+            .regions
+            .iter()
+            .find(|region| region.id == region_id);
         let remote = remote.ok_or_else(|| {
-            TransferError::Protocol(format!("its table names region {region_id}, which it has not"))
+            TransferError::Protocol(format!(
+                "its table names region {region_id}, which it has not"
+            ))
         })?;
         let key = match peer.keys.get(&region_id) {
             Some(&key) => key,
@@ -236,7 +274,9 @@ fn import_key(
     let packed = remote.key.as_deref().ok_or_else(|| {
         TransferError::Protocol(format!("its region {} has no remote key", remote.id))
     })?;
-    let key = fabric.import_key(EndpointId(id), packed).map_err(TransferError::Operation)?;
+    let key = fabric
+        .import_key(EndpointId(id), packed)
+        .map_err(TransferError::Operation)?;
     keys.insert(remote.id, key);
     Ok(key)
 }

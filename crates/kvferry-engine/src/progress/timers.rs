@@ -26,13 +26,22 @@ impl Core {
     /// When the thread must wake at the latest.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         let services = self.services.iter().filter_map(|slot| slot.next).min();
-        let releases =
-            self.releases.iter().filter_map(|r| r.waiter.as_ref().map(|(until, _)| *until)).min();
+        let releases = self
+            .releases
+            .iter()
+            .filter_map(|r| r.waiter.as_ref().map(|(until, _)| *until))
+            .min();
         let shutdown = self.shutdown.as_ref().map(|shutdown| shutdown.deadline);
-        [self.transfers.next_deadline(), services, self.next_peer_tick, releases, shutdown]
-            .into_iter()
-            .flatten()
-            .min()
+        [
+            self.transfers.next_deadline(),
+            services,
+            self.next_peer_tick,
+            releases,
+            shutdown,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 
     /// Peers are looked at twice per ping interval while there are any.
@@ -58,7 +67,10 @@ impl Core {
                     let silence = silent(peer.last_heard);
                     if silence >= dead_after {
                         dead.push((peer.id, format!("silent for {} ms", silence.as_millis())));
-                    } else if peer.gap_since.is_some_and(|since| silent(since) >= suspect_after) {
+                    } else if peer
+                        .gap_since
+                        .is_some_and(|since| silent(since) >= suspect_after)
+                    {
                         dead.push((peer.id, "a segment of it is missing".into()));
                     } else if silence >= suspect_after {
                         if !peer.suspect {
@@ -134,16 +146,22 @@ impl Core {
 
     /// True when the engine has been shut down and nothing more needs to leave.
     pub(super) fn is_finished(&mut self) -> bool {
-        let Some(shutdown) = &self.shutdown else { return false };
-        let sent = self.peers.values().all(|peer| {
-            peer.is_lost() || (peer.outbox.is_empty() && peer.in_flight == 0)
-        });
+        let Some(shutdown) = &self.shutdown else {
+            return false;
+        };
+        let sent = self
+            .peers
+            .values()
+            .all(|peer| peer.is_lost() || (peer.outbox.is_empty() && peer.in_flight == 0));
         sent || shutdown.deadline <= self.now
     }
 
     /// Until when the fabric may take to end.
     pub(super) fn end_deadline(&self) -> Instant {
-        let asked = self.shutdown.as_ref().map_or(self.now, |shutdown| shutdown.deadline);
+        let asked = self
+            .shutdown
+            .as_ref()
+            .map_or(self.now, |shutdown| shutdown.deadline);
         // Closing takes a moment even if the goodbyes took all the time.
         asked.max(Instant::now() + Duration::from_millis(100))
     }

@@ -70,7 +70,10 @@ impl Transfers {
         // Zero stands for "no transfer" on the wire.
         place.generation = place.generation.wrapping_add(1).max(1);
         place.state = Some(Box::new(state));
-        TransferId { slot, generation: place.generation }
+        TransferId {
+            slot,
+            generation: place.generation,
+        }
     }
 
     fn remove(&mut self, slot: u32) -> Option<Box<TransferState>> {
@@ -100,7 +103,10 @@ impl Transfers {
     }
 
     fn of_peer(&self, peer: u64) -> Vec<u32> {
-        self.occupied().filter(|(_, state)| state.peer == peer).map(|(slot, _)| slot).collect()
+        self.occupied()
+            .filter(|(_, state)| state.peer == peer)
+            .map(|(slot, _)| slot)
+            .collect()
     }
 
     fn occupied(&self) -> impl Iterator<Item = (u32, &TransferState)> {
@@ -125,7 +131,10 @@ pub(super) fn token(id: TransferId) -> ReadToken {
 }
 
 fn of_token(token: ReadToken) -> TransferId {
-    TransferId { slot: (token.0 >> 32) as u32, generation: token.0 as u32 }
+    TransferId {
+        slot: (token.0 >> 32) as u32,
+        generation: token.0 as u32,
+    }
 }
 
 impl Core {
@@ -134,7 +143,10 @@ impl Core {
         add(&self.counters().transfers_started, 1);
         let peer = command.peer.0;
         let state = self.new_transfer(command);
-        let ready = self.peers.get(&peer).is_some_and(super::peers::PeerState::is_ready);
+        let ready = self
+            .peers
+            .get(&peer)
+            .is_some_and(super::peers::PeerState::is_ready);
         let id = self.transfers.insert(state);
         if !ready {
             self.end_transfer(id.slot, Err(TransferError::PeerLost("it is gone".into())));
@@ -148,7 +160,10 @@ impl Core {
                 let request = kvferry_wire::encode_read(
                     id,
                     &tables,
-                    Counted { left: runs.clone().count(), runs },
+                    Counted {
+                        left: runs.clone().count(),
+                        runs,
+                    },
                 );
                 request.map(|message| self.push_message(peer, message))
             }
@@ -159,7 +174,10 @@ impl Core {
             return;
         }
         if let Some(state) = self.peers.get_mut(&peer)
-            && self.transfers.in_slot(id.slot).is_some_and(|t| t.lane == Lane::Native)
+            && self
+                .transfers
+                .in_slot(id.slot)
+                .is_some_and(|t| t.lane == Lane::Native)
         {
             state.reads.push_back(id.slot);
         }
@@ -167,7 +185,16 @@ impl Core {
     }
 
     fn new_transfer(&self, command: ReadCommand) -> TransferState {
-        let ReadCommand { number, peer, lane, tables, pairs, timeout, deadline, cell } = command;
+        let ReadCommand {
+            number,
+            peer,
+            lane,
+            tables,
+            pairs,
+            timeout,
+            deadline,
+            cell,
+        } = command;
         let mut starts = Vec::with_capacity(tables.len());
         let mut holds: Vec<RegionHold> = Vec::new();
         let (mut total, mut operations) = (0_u64, 0_u64);
@@ -243,7 +270,9 @@ impl Core {
     /// A native read of some transfer has ended.
     pub(super) fn native_done(&mut self, token: ReadToken, result: Result<(), FabricError>) {
         let id = of_token(token);
-        let Some(state) = self.transfers.get(id) else { return };
+        let Some(state) = self.transfers.get(id) else {
+            return;
+        };
         state.in_flight = state.in_flight.saturating_sub(1);
         let (peer, ended) = (state.peer, state.ended);
         let quiet = state.in_flight == 0;
@@ -264,7 +293,9 @@ impl Core {
     }
 
     fn succeed(&mut self, slot: u32) {
-        let Some(state) = self.transfers.in_slot(slot) else { return };
+        let Some(state) = self.transfers.in_slot(slot) else {
+            return;
+        };
         let report = TransferReport {
             bytes: state.total,
             operations: state.operations,
@@ -280,7 +311,9 @@ impl Core {
 
     /// Gives a transfer its outcome. It stays, in quarantine, while operations may touch memory.
     pub(super) fn end_transfer(&mut self, slot: u32, outcome: Outcome) {
-        let Some(state) = self.transfers.in_slot(slot) else { return };
+        let Some(state) = self.transfers.in_slot(slot) else {
+            return;
+        };
         if state.ended {
             return;
         }
@@ -326,7 +359,11 @@ impl Core {
 
     /// The peer refused a served transfer.
     pub(super) fn fail_served(&mut self, peer: u64, id: TransferId, error: TransferError) {
-        if self.transfers.get(id).is_some_and(|state| state.peer == peer) {
+        if self
+            .transfers
+            .get(id)
+            .is_some_and(|state| state.peer == peer)
+        {
             self.end_transfer(id.slot, Err(error));
         }
     }
@@ -341,7 +378,9 @@ impl Core {
 
     /// Tells the peer to send no more of a served transfer.
     fn stop_stream(&mut self, slot: u32) {
-        let Some(id) = self.transfers.id_of(slot) else { return };
+        let Some(id) = self.transfers.id_of(slot) else {
+            return;
+        };
         if let Some(state) = self.transfers.in_slot(slot)
             && state.lane == Lane::Served
             && !state.ended
@@ -394,7 +433,12 @@ impl Core {
 
 /// Lets go of the memory first, so that whoever sees the end can act on it.
 fn finish(state: TransferState, outcome: Option<Outcome>) {
-    let TransferState { cell, holds, tables, .. } = state;
+    let TransferState {
+        cell,
+        holds,
+        tables,
+        ..
+    } = state;
     drop((holds, tables));
     if let Some(outcome) = outcome {
         cell.complete(outcome);
@@ -414,7 +458,10 @@ impl Iterator for Counted<'_> {
     fn next(&mut self) -> Option<BlockRun> {
         let run = self.runs.next()?;
         self.left -= 1;
-        Some(BlockRun { first: run.first.remote, count: run.count })
+        Some(BlockRun {
+            first: run.first.remote,
+            count: run.count,
+        })
     }
 
     fn size_hint(&self) -> (usize, Option<usize>) {

@@ -45,10 +45,18 @@ impl Memory {
     ) -> Result<Registered, FabricError> {
         let (handle, key) = match context {
             Some(context) => {
+                check_supported(memory.kind(), context)?;
                 let (handle, key) = map(memory, context)?;
                 (Some(handle), Some(key))
             }
-            None => (None, None),
+            None if memory.kind() == MemoryKind::Host => (None, None),
+            None => {
+                let reason = format!(
+                    "there is no data context, and messages carry host memory only, not {}",
+                    memory.kind()
+                );
+                return Err(FabricError::new("ucp_mem_map", reason));
+            }
         };
         let number = RegionHandle(self.fresh());
         self.regions.insert(number, handle);
@@ -152,6 +160,27 @@ pub(super) fn memory_type(kind: MemoryKind) -> ucs_memory_type_t {
         MemoryKind::Cuda { .. } => UCS_MEMORY_TYPE_CUDA,
         MemoryKind::Rocm { .. } => UCS_MEMORY_TYPE_ROCM,
     }
+}
+
+/// Refuses a kind of memory that this UCX was not built for, or whose devices are not here.
+/// `ucp_mem_map` would accept it and register it with nothing.
+fn check_supported(kind: MemoryKind, context: &Context) -> Result<(), FabricError> {
+    const CALL: &str = "ucp_mem_map";
+    let mut attributes = ucp_context_attr_t {
+        field_mask: u64::from(UCP_ATTR_FIELD_MEMORY_TYPES),
+        ..Default::default()
+    };
+    // SAFETY: the context is live; the attributes are a live place with the wanted field named.
+    let result = unsafe { ucp_context_query(context.handle(), &raw mut attributes) };
+    status::check(CALL, result)?;
+    if attributes.memory_types & (1 << memory_type(kind)) == 0 {
+        let version = features().version;
+        return Err(FabricError::new(
+            CALL,
+            format!("UCX {version} has no support for {kind} memory on this host"),
+        ));
+    }
+    Ok(())
 }
 
 fn map(memory: &MemoryRegion, context: &Context) -> Result<(ucp_mem_h, Vec<u8>), FabricError> {
