@@ -452,6 +452,18 @@ fn tables_that_do_not_fit_are_refused_by_field() {
     assert_eq!(engine.describe().unwrap().tables.len(), 0);
 }
 
+/// C125: what peers are told depends on regions and tables, not on blocks.
+#[test]
+fn c125_description_bytes_do_not_depend_on_the_number_of_blocks() {
+    let kind = Kind::Loopback(LoopbackNetwork::new());
+    let bytes = |count: u32| {
+        let side = side(engine(&kind, "e"), 32, count, 16, 0);
+        side.engine.describe().unwrap().encode().unwrap().len()
+    };
+    // Numbers of one size in msgpack, as offsets and strides are too.
+    assert_eq!(bytes(70_000), bytes(700_000));
+}
+
 /// Records what arrives, and answers each message with its length.
 struct Recorder {
     seen: Seen,

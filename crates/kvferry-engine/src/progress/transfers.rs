@@ -41,6 +41,8 @@ pub(super) struct TransferState {
     cell: Arc<TransferCell>,
     /// It has its outcome and waits for quiet.
     pub(super) ended: bool,
+    /// From the start to quiet.
+    span: tracing::Span,
 }
 
 #[derive(Default)]
@@ -230,6 +232,7 @@ impl Core {
             deadline,
             cell,
             ended: false,
+            span: tracing::debug_span!("transfer", number, peer = peer.0, %lane, bytes = total),
         }
     }
 
@@ -319,9 +322,13 @@ impl Core {
         }
         state.ended = true;
         let counter = match &outcome {
-            Ok(_) => &self.shared.counters.transfers_succeeded,
+            Ok(report) => {
+                let operations = report.operations;
+                tracing::debug!(parent: &state.span, operations, "transfer succeeded");
+                &self.shared.counters.transfers_succeeded
+            }
             Err(error) => {
-                tracing::debug!(number = state.number, lane = %state.lane, %error, "transfer failed");
+                tracing::debug!(parent: &state.span, %error, "transfer failed");
                 &self.shared.counters.transfers_failed
             }
         };
