@@ -34,6 +34,8 @@ use crate::fault::{Fault, Faults};
 use crate::memory;
 use crate::progress::Progress;
 use crate::report::{Facts, Report};
+use crate::running::RunningEngine;
+use crate::say;
 use crate::share::bytes_to_read;
 
 /// Requests that are read at the same time.
@@ -45,7 +47,7 @@ const GUARDS: u32 = 4;
 /// Time for the directory, and for each answer of the producer that takes it no work.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Time that the engine and its region get to end.
+/// Time that the region gets to end.
 const ENDING: Duration = Duration::from_secs(5);
 
 /// What to read, and how.
@@ -70,13 +72,13 @@ pub(crate) const fn shape(plan: &DemoPlan) -> Shape {
 /// Reads and verifies everything that the producer at the address has.
 pub(crate) fn run(options: &Options) -> Result<Report, CliError> {
     let (router, control) = Router::new(IN_FLIGHT);
-    let engine = start(options.lane, &router)?;
     let producer = find(&options.address)?;
+    let engine = start(options.lane, &router)?;
     let peer = engine.connect(producer, options.lane)?;
     if peer.lane() == Lane::Native && engine.native_reads() == Some(NativeReads::Emulated) {
-        eprintln!(
+        say(format_args!(
             "lane native: no transport here has a real GET, so UCX emulates it (emulation was allowed)"
-        );
+        ));
     }
     peer.send(
         DEMO_CHANNEL,
@@ -95,7 +97,7 @@ pub(crate) fn run(options: &Options) -> Result<Report, CliError> {
     run.execute(options)
 }
 
-fn start(lane: LaneChoice, router: &Arc<Router>) -> Result<Engine, CliError> {
+fn start(lane: LaneChoice, router: &Arc<Router>) -> Result<RunningEngine, CliError> {
     let mut suffix = [0; 4];
     getrandom::fill(&mut suffix).map_err(CliError::Random)?;
     let id = EngineId::new(format!("pull-{:08x}", u32::from_le_bytes(suffix)))?;
@@ -109,7 +111,7 @@ fn start(lane: LaneChoice, router: &Arc<Router>) -> Result<Engine, CliError> {
             Box::new(LeaseAnswers::new(Arc::clone(router))),
         )
         .start()?;
-    Ok(engine)
+    Ok(RunningEngine::new(engine))
 }
 
 fn find(address: &str) -> Result<Description, CliError> {
@@ -145,7 +147,7 @@ fn unexpected(reply: &DemoReply) -> CliError {
 
 /// A run that has a producer, a plan and memory.
 struct Run {
-    engine: Engine,
+    engine: RunningEngine,
     peer: Peer,
     router: Arc<Router>,
     control: Receiver<Answer>,
@@ -160,7 +162,7 @@ struct Run {
 
 impl Run {
     fn prepare(
-        engine: Engine,
+        engine: RunningEngine,
         peer: Peer,
         router: Arc<Router>,
         control: Receiver<Answer>,
@@ -222,8 +224,7 @@ impl Run {
             tally.fail(error.to_string());
         }
         let quarantined = self.engine.counters().quarantined_bytes;
-        self.engine.shutdown(ENDING)?;
-        let report = Report::new(Facts {
+        let mut report = Report::new(Facts {
             plan: &self.plan,
             lane,
             transports,
@@ -237,6 +238,9 @@ impl Run {
             quarantined_bytes: quarantined,
             summary,
         });
+        if let Err(error) = self.engine.shutdown() {
+            report.fail(error.to_string());
+        }
         Ok(report)
     }
 }

@@ -21,10 +21,13 @@ mod producer;
 mod progress;
 mod pull;
 mod report;
+mod running;
 mod serve;
 mod share;
 
 use std::ffi::OsString;
+use std::fmt;
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -56,10 +59,15 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
     match outcome {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error}");
+            say(format_args!("error: {error}"));
             ExitCode::from(error.exit_status())
         }
     }
+}
+
+/// Prints a line for people to standard error. If nobody reads that any more, the run goes on.
+fn say(line: fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 fn start_log() -> Result<(), CliError> {

@@ -21,6 +21,7 @@ use self::service::DemoService;
 use self::worker::{Ask, Worker};
 use crate::blocks::{Blocks, Shape};
 use crate::error::CliError;
+use crate::running::RunningEngine;
 
 pub(crate) use self::worker::WorkerEnd;
 
@@ -42,7 +43,7 @@ pub(crate) fn shape(plan: &DemoPlan) -> Shape {
 
 /// A producer that serves until it is stopped.
 pub(crate) struct Producer {
-    engine: Engine,
+    engine: RunningEngine,
     directory: DirectoryServer,
     asks: Sender<Ask>,
     end: Receiver<WorkerEnd>,
@@ -69,8 +70,9 @@ impl Producer {
                 DEMO_CHANNEL,
                 Box::new(DemoService::new(asks.clone(), answered)),
             )
-            .start()?;
-        let for_wake = engine.clone();
+            .start()
+            .map(RunningEngine::new)?;
+        let for_wake = Engine::clone(&engine);
         // An engine that has stopped needs no waking.
         control.wake_with(move || drop(for_wake.wake_services()));
 
@@ -79,7 +81,7 @@ impl Producer {
             plan.clone(),
             instance,
             blocks,
-            engine.clone(),
+            Engine::clone(&engine),
             control,
             asked,
             answers,
@@ -143,7 +145,7 @@ impl Producer {
                 }
             })?;
         self.directory.shutdown(PATIENCE);
-        self.engine.shutdown(PATIENCE)?;
+        self.engine.shutdown()?;
         Ok(end)
     }
 }

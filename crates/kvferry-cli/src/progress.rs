@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::say;
+
 /// Plain lines come after every tenth of a run.
 const LINES: u64 = 10;
 
@@ -28,6 +30,9 @@ impl Progress {
             }
             _ => None,
         };
+        if bar.is_none() {
+            say(format_args!("{}", text(0, 0, total_bytes)));
+        }
         Self {
             total_bytes,
             done: AtomicU64::new(0),
@@ -42,7 +47,7 @@ impl Progress {
             Some(bar) => bar.inc(bytes),
             None => {
                 if let Some(line) = line(before, before + bytes, self.total_bytes) {
-                    eprintln!("{line}");
+                    say(format_args!("{line}"));
                 }
             }
         }
@@ -60,7 +65,11 @@ impl Progress {
 fn line(before: u64, after: u64, total: u64) -> Option<String> {
     let tenths = |bytes: u64| (u128::from(bytes) * u128::from(LINES)) / u128::from(total.max(1));
     let (was, is) = (tenths(before), tenths(after));
-    (is > was).then(|| format!("{:>3} %  {after} of {total} bytes verified", is * 10))
+    (is > was).then(|| text(is * 10, after, total))
+}
+
+fn text(percent: u128, bytes: u64, total: u64) -> String {
+    format!("{percent:>3} %  {bytes} of {total} bytes verified")
 }
 
 #[cfg(test)]

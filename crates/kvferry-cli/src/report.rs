@@ -1,6 +1,7 @@
 //! What a run has done: the verdict, the table for people and the object for programs.
 
-use std::fmt::{self, Write};
+use std::fmt;
+use std::io::Write;
 use std::time::Duration;
 
 use kvferry_engine::{CounterSnapshot, Lane};
@@ -9,6 +10,7 @@ use serde::Serialize;
 
 use crate::consumer::Totals;
 use crate::error::CliError;
+use crate::say;
 use crate::share::{blocks_to_read, bytes_to_read};
 
 /// Everything that is known at the end of a run.
@@ -124,8 +126,13 @@ impl Report {
             transports: facts.transports,
             operations: totals.operations,
             ucx_operations,
-            // Everything that a consumer sends in a run fits one active message.
-            gets: ucx_operations.saturating_sub(messages),
+            // With that lane everything that a consumer sends in a run fits one active message; with
+            // the served lane the messages that ask for blocks may take several.
+            gets: if facts.lane == Lane::Native {
+                ucx_operations.saturating_sub(messages)
+            } else {
+                0
+            },
             read_seconds,
             gb_per_s: if read_seconds > 0.0 {
                 totals.bytes as f64 / read_seconds / 1e9
@@ -181,8 +188,13 @@ impl Report {
             carried.served,
             by_served,
         );
-        let gets = if native { self.operations } else { 0 };
-        differ("GETs posted for the runs that were read", self.gets, gets);
+        if native {
+            differ(
+                "GETs posted for the runs that were read",
+                self.gets,
+                self.operations,
+            );
+        }
         differ("bytes in quarantine", self.quarantined_bytes, 0);
         if summed_up {
             differ("leases still held by the producer", self.leases_held, 0);
@@ -207,15 +219,19 @@ impl Report {
 
     /// Prints the result to standard output and failures to standard error; true after a good run.
     pub(crate) fn print(&self, json: bool) -> Result<bool, CliError> {
-        if json {
-            let object = serde_json::to_string(self)
-                .map_err(|error| CliError::system("writing JSON")(error.into()))?;
-            println!("{object}");
+        let text = if json {
+            serde_json::to_string(self)
+                .map(|object| object + "\n")
+                .map_err(|error| CliError::system("writing JSON")(error.into()))?
         } else {
-            print!("{self}");
-        }
+            self.to_string()
+        };
+        let mut out = std::io::stdout();
+        out.write_all(text.as_bytes())
+            .and_then(|()| out.flush())
+            .map_err(CliError::system("writing to standard output"))?;
         for failure in &self.failures {
-            eprintln!("failure: {failure}");
+            say(format_args!("failure: {failure}"));
         }
         Ok(self.failures.is_empty())
     }
@@ -281,11 +297,10 @@ impl fmt::Display for Report {
             rows.push(("leases lost", lost));
         }
         let width = rows.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
-        let mut table = String::new();
         for (name, value) in rows {
-            writeln!(table, "{name:<width$}  {value}")?;
+            writeln!(f, "{name:<width$}  {value}")?;
         }
-        f.write_str(&table)
+        Ok(())
     }
 }
 

@@ -17,6 +17,7 @@ use crate::child::Ready;
 use crate::error::CliError;
 use crate::memory;
 use crate::producer::{self, Producer};
+use crate::say;
 
 /// How long an interrupted producer waits for leases that consumers hold.
 const DRAIN: Duration = Duration::from_secs(10);
@@ -39,11 +40,12 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, CliError> {
     announce(args, &producer)?;
     let within = select! {
         recv(stops) -> stop => match stop {
-            Ok(Stop::Signal) => {
-                eprintln!("shutting down; once more ends at once");
+            Ok(Stop::Signal) if !args.machine => {
+                say(format_args!("shutting down; once more ends at once"));
                 DRAIN
             }
-            Ok(Stop::InputEnded) | Err(_) => Duration::ZERO,
+            // A terminal interrupts the demo together with its producer.
+            Ok(Stop::Signal | Stop::InputEnded) | Err(_) => Duration::ZERO,
         },
         recv(producer.end()) -> end => {
             return Err(end.ok().and_then(|end| end.failure).unwrap_or_else(|| {
@@ -56,10 +58,10 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, CliError> {
         return Err(failure);
     }
     if end.revoked > 0 {
-        eprintln!(
+        say(format_args!(
             "leases that were still held and have been revoked: {}",
             end.revoked
-        );
+        ));
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -74,10 +76,12 @@ fn announce(args: &ServeArgs, producer: &Producer) -> Result<(), CliError> {
             .map_err(|error| CliError::system("writing JSON")(error.into()))?
     } else {
         if producer.emulates() {
-            eprintln!("emulated one-sided reads are allowed");
+            say(format_args!("emulated one-sided reads are allowed"));
         }
         if let Some(version) = producer.ucx_version() {
-            eprintln!("UCX {version}; read with: kvferry pull {address}");
+            say(format_args!(
+                "UCX {version}; read with: kvferry pull {address}"
+            ));
         }
         format!("serving at {address}")
     };

@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Receiver;
-use kvferry_engine::{BlockPair, Peer, RemoteTable, Table, TransferReport};
+use kvferry_engine::{BlockPair, Peer, RemoteTable, SendError, Table, TransferReport};
 use kvferry_wire::{
     DEMO_CHANNEL, DemoOffer, DemoPlan, DemoReply, DemoRequest, Incarnation, LEASE_CHANNEL, LeaseId,
     ReaderId, Verdict, encode_release,
@@ -293,7 +293,10 @@ impl<'a> Slot<'a> {
 
     fn send(&self, channel: u16, payload: Vec<u8>) -> Result<(), String> {
         let sent = self.shared.peer.send(channel, payload);
-        sent.map_err(|error| error.to_string())
+        sent.map_err(|error| match error {
+            SendError::PeerGone(reason) => format!("the producer is gone: {reason}"),
+            other => other.to_string(),
+        })
     }
 
     /// The next answer for this slot; `None` when it is `until`.

@@ -1,8 +1,14 @@
 //! `kvferry demo` over lanes and transports, and with faults.
 
+use std::io::BufReader;
+use std::process::{ChildStderr, Stdio};
+
 use serde_json::Value;
 
-use crate::support::{BYTES, SIZES, check_good, finish, kvferry, object, stderr, stdout};
+use crate::support::{
+    BYTES, Running, SIZES, check_good, finish, first_line, kvferry, object, rest, signal, stderr,
+    stdout,
+};
 
 /// A small demo with `UCX_TLS` set or unset, as its JSON object.
 fn run(lane: &str, tls: Option<&str>) -> Value {
@@ -144,4 +150,64 @@ fn a_dropped_release_is_noticed() {
     assert_eq!(object["leases_held"].as_u64(), Some(1));
     assert_eq!(object["blocks_in_use"].as_u64(), Some(9));
     assert_eq!(object["leases_released"].as_u64(), Some(15));
+}
+
+#[test]
+fn requests_of_many_blocks_are_asked_for_in_long_messages() {
+    for lane in ["served", "native"] {
+        let args = [
+            "demo",
+            "--json",
+            "--requests=4",
+            "--blocks=9000",
+            "--block-bytes=16",
+        ];
+        let mut command = kvferry(args);
+        command.args(["--layers=2", "--seed=0", "--lane", lane]);
+        let output = finish(command);
+        assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
+        assert_eq!(
+            object(&output)["verified_bytes"].as_u64(),
+            Some(4 * 9000 * 2 * 16)
+        );
+    }
+}
+
+/// A demo that would go on for hours, once it has begun to read, and its standard error.
+fn endless() -> (Running, BufReader<ChildStderr>) {
+    let mut command = kvferry(["demo", "--json", "--requests=100000000", "--block-bytes=4K"]);
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
+    let mut demo = Running::start(command);
+    let (line, told) = first_line(demo.child().stderr.take().unwrap());
+    assert!(line.starts_with("  0 %"), "{line}");
+    (demo, told)
+}
+
+#[test]
+fn an_interrupted_demo_leaves_no_process_behind() {
+    for name in ["TERM", "KILL"] {
+        let (mut demo, told) = endless();
+        signal(demo.child().id(), name);
+        assert_eq!(demo.output().status.code(), None, "ended by the signal");
+        // The producer shares the pipe, so its end is that of both processes.
+        rest(told);
+    }
+}
+
+#[test]
+fn a_producer_that_dies_is_noticed() {
+    let (mut demo, told) = endless();
+    let pid = demo.child().id();
+    let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap();
+    signal(children.trim().parse().unwrap(), "KILL");
+    assert_eq!(demo.output().status.code(), Some(1));
+    let told = rest(told);
+    assert!(told.contains("failure: the producer is gone: "), "{told}");
+    assert!(
+        told.contains("failure: the producer process failed (signal: 9"),
+        "{told}"
+    );
 }

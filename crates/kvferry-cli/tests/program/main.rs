@@ -1,6 +1,7 @@
 //! The program as its users start it: processes, exit statuses, standard output and error.
 
 #![allow(missing_docs)]
+#![allow(clippy::unwrap_used)]
 
 mod demo;
 mod refusals;

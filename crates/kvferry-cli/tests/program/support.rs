@@ -1,7 +1,7 @@
 //! Starting the program and reading what it prints, always with a deadline.
 
 use std::io::{BufRead, BufReader, Read};
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::{Child, Command, Output, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -90,22 +90,28 @@ pub(crate) fn signal(pid: u32, name: &str) {
 }
 
 /// The first line of a process's output, and the rest of it unread.
-pub(crate) fn first_line(stdout: ChildStdout) -> (String, BufReader<ChildStdout>) {
-    let (sender, receiver) = mpsc::channel();
-    std::thread::spawn(move || {
-        let mut reader = BufReader::new(stdout);
+pub(crate) fn first_line<R: Read + Send + 'static>(from: R) -> (String, BufReader<R>) {
+    within_patience(move || {
+        let mut reader = BufReader::new(from);
         let mut line = String::new();
-        let read = reader.read_line(&mut line).map(|_| (line, reader));
-        sender.send(read)
-    });
-    receiver.recv_timeout(PATIENCE).expect("a line").unwrap()
+        reader.read_line(&mut line).map(|_| (line, reader))
+    })
 }
 
-/// What is left of a stream that has ended.
-pub(crate) fn rest(mut from: impl Read) -> String {
-    let mut text = String::new();
-    from.read_to_string(&mut text).unwrap();
-    text
+/// What a stream holds until its end.
+pub(crate) fn rest(mut from: impl Read + Send + 'static) -> String {
+    within_patience(move || {
+        let mut text = String::new();
+        from.read_to_string(&mut text).map(|_| text)
+    })
+}
+
+fn within_patience<T: Send + 'static>(
+    read: impl FnOnce() -> std::io::Result<T> + Send + 'static,
+) -> T {
+    let (sender, receiver) = mpsc::channel();
+    std::thread::spawn(move || sender.send(read()));
+    receiver.recv_timeout(PATIENCE).unwrap().unwrap()
 }
 
 pub(crate) fn stdout(output: &Output) -> String {
