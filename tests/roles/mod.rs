@@ -7,7 +7,7 @@ mod producer;
 use std::time::Duration;
 
 use kvferry_engine::wire::{Description, EngineId};
-use kvferry_engine::{Engine, EngineConfig, Peer};
+use kvferry_engine::{BlockPair, Engine, EngineConfig, Peer};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -49,6 +49,7 @@ pub fn run(role: &str, arguments: &str) {
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
         "start" => start(),
+        "leave" => leave(),
         other => panic!("no role {other:?}"),
     }
 }
@@ -85,4 +86,28 @@ fn start() {
         Err(error) => say(&json!({ "started": false, "error": error.to_string() })),
     }
     for _ in requests() {}
+}
+
+/// Ends the process while two of its engines are in the middle of a read.
+fn leave() {
+    let layout = Layout {
+        layers: 1,
+        blocks: 4096,
+        block_bytes: 16 << 10,
+    };
+    let producer = Engine::builder(config("producer")).start().unwrap();
+    let consumer = Engine::builder(config("consumer")).start().unwrap();
+    assert_generation(&producer);
+    let (_, source, _) = layout.make(&producer);
+    let (_, target, tables) = layout.make(&consumer);
+    let peer = connect(&consumer, &Packed::of(&producer), "served");
+    let both: Vec<_> = tables.into_iter().zip(peer.tables()).collect();
+    let pairs: Vec<_> = (0..layout.blocks)
+        .map(|id| BlockPair::new(id, id))
+        .collect();
+    let transfer = peer.read(&both, &pairs).unwrap();
+    say(&json!({ "started": true }));
+    // Dropped and not waited for: the end of the process finds the progress threads at work, at
+    // taking their fabrics down if at nothing else.
+    drop((producer, consumer, peer, source, target, transfer));
 }

@@ -29,11 +29,25 @@ fn c121_a_tcp_only_host_starts() {
     assert_eq!(start(None), (true, String::new()));
 }
 
+/// A process may end with its engines at work: the progress threads leave UCX before UCX's
+/// destructors run. Many times, since without that only some ends go wrong.
+fn the_end_of_a_process_with_a_running_engine_is_clean() {
+    for _ in 0..30 {
+        let mut child = Child::start("leave", &(), &[]);
+        let _: Value = child.hear();
+        child.finish_well();
+    }
+}
+
 pub(crate) fn cases() -> Vec<Case> {
     vec![
         Case::new(
             "c72_a_transport_list_that_cannot_carry_messages_is_refused",
             c72_a_transport_list_that_cannot_carry_messages_is_refused,
+        ),
+        Case::new(
+            "the_end_of_a_process_with_a_running_engine_is_clean",
+            the_end_of_a_process_with_a_running_engine_is_clean,
         ),
         Case::new("c121_a_tcp_only_host_starts", c121_a_tcp_only_host_starts),
     ]

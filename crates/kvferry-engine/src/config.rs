@@ -1,5 +1,6 @@
 //! How an engine behaves: every knob, its unit, its default.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kvferry_wire::{EngineId, Instance, Rank};
@@ -38,9 +39,10 @@ pub struct EngineConfig {
     pub send_window: usize,
     /// GETs in flight to one peer. 1 to 4,096, default 64.
     pub read_window: usize,
-    /// Strings that both sides must agree on, such as model and cache layout; published and compared
-    /// by upper layers.
-    pub compatibility: std::collections::BTreeMap<String, String>,
+    /// Strings that both sides must agree on, such as model and cache layout. A greeting between
+    /// engines whose values for one name differ is refused; names that only one side has are not
+    /// compared.
+    pub compatibility: BTreeMap<String, String>,
 }
 
 impl EngineConfig {
@@ -61,7 +63,7 @@ impl EngineConfig {
             command_timeout: Duration::from_secs(10),
             send_window: 8,
             read_window: 64,
-            compatibility: std::collections::BTreeMap::new(),
+            compatibility: BTreeMap::new(),
         }
     }
 
@@ -113,6 +115,19 @@ impl EngineConfig {
         }
         Ok(())
     }
+}
+
+/// The first name for which both sides have a value, and another one.
+pub(crate) fn incompatibility(
+    ours: &BTreeMap<String, String>,
+    theirs: &BTreeMap<String, String>,
+) -> Option<String> {
+    ours.iter().find_map(|(name, value)| {
+        let other = theirs.get(name).filter(|other| *other != value)?;
+        Some(format!(
+            "the engines differ in {name}: {value:?} here, {other:?} at the peer"
+        ))
+    })
 }
 
 #[cfg(test)]

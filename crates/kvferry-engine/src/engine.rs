@@ -6,13 +6,14 @@ use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::bounded;
-use kvferry_wire::description::MAX_TABLES;
+use kvferry_wire::description::{MAX_REGIONS, MAX_TABLES};
 use kvferry_wire::{Description, Incarnation, MemoryKind, UcxVersion, check_table};
 
 use crate::command::{Command, ConnectCommand};
-use crate::config::EngineConfig;
+use crate::config::{EngineConfig, incompatibility};
 use crate::counters::CounterSnapshot;
 use crate::error::{ConnectError, EngineError, RegisterError, TableError};
+use crate::exit::Running;
 use crate::fabric::{Fabric, FabricError, NativeReads};
 use crate::lane::LaneChoice;
 use crate::memory::{Inserted, MemoryRegion};
@@ -79,6 +80,7 @@ impl EngineBuilder {
         std::thread::Builder::new()
             .name("kvferry-progress".into())
             .spawn(move || {
+                let _running = Running::new(&for_thread);
                 let fabric = match make() {
                     Ok(fabric) => fabric,
                     Err(error) => {
@@ -179,7 +181,7 @@ impl Engine {
         let (kind, address, bytes) = (memory.kind(), memory.address(), memory.bytes());
         let id = {
             let mut catalog = shared.catalog();
-            let id = catalog.next_region;
+            let (id, count) = (catalog.next_region, catalog.regions.len());
             let found = catalog.map.insert(kind, address, bytes, id).map_err(
                 |(other_address, other_bytes)| RegisterError::Overlap {
                     address,
@@ -190,6 +192,13 @@ impl Engine {
                 },
             )?;
             match found {
+                Inserted::New if count >= MAX_REGIONS => {
+                    catalog.map.remove(kind, address);
+                    return Err(RegisterError::TooMany {
+                        count,
+                        max: MAX_REGIONS,
+                    });
+                }
                 Inserted::New => {
                     catalog.next_region += 1;
                     id
@@ -320,6 +329,10 @@ impl Engine {
         description
             .validate()
             .map_err(|error| bad(error.to_string()))?;
+        let ours = &shared.config.compatibility;
+        if let Some(difference) = incompatibility(ours, &description.compatibility) {
+            return Err(bad(difference));
+        }
         let timeout = shared.config.connect_timeout;
         // The progress thread answers by `timeout`; more than that and it is stuck.
         let patience = timeout + shared.config.command_timeout;

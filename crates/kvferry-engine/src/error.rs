@@ -15,7 +15,8 @@ use crate::memory::MemoryError;
 pub enum ErrorClass {
     /// This request only; the peer and its other requests are fine.
     Local,
-    /// The connection: every transfer of the peer that was in flight fails with it.
+    /// The peer or the way to it. A lost peer takes all its transfers along; a single operation or
+    /// deadline that failed may be the first sign of it.
     Peer,
     /// What was asked for: the peer is fine and refuses (lease, bounds, version).
     Rejected,
@@ -113,6 +114,16 @@ pub enum RegisterError {
         other_address: u64,
         /// Its length.
         other_bytes: u64,
+    },
+    /// More regions than a description can hold.
+    #[error(
+        "{count} regions are registered already, at most {max} can be described; register fewer, larger ranges"
+    )]
+    TooMany {
+        /// Regions there are.
+        count: usize,
+        /// The cap.
+        max: usize,
     },
     /// Some page of the range is not mapped in this process.
     #[error(
@@ -330,6 +341,9 @@ pub enum TransferError {
     /// A local copy failed.
     #[error("a local copy failed: {0}")]
     Memory(String),
+    /// The request could not be written.
+    #[error("the request could not be written: {0}")]
+    Request(String),
     /// The deadline passed.
     #[error("the peer stalled: {done} of {total} bytes after {waited:?}")]
     Stalled {
@@ -364,7 +378,9 @@ impl TransferError {
     #[must_use]
     pub fn class(&self) -> ErrorClass {
         match self {
-            Self::Cancelled | Self::Stopped | Self::Memory(_) => ErrorClass::Local,
+            Self::Cancelled | Self::Stopped | Self::Memory(_) | Self::Request(_) => {
+                ErrorClass::Local
+            }
             Self::Stalled { .. } | Self::PeerLost(_) | Self::Operation(_) | Self::Protocol(_) => {
                 ErrorClass::Peer
             }

@@ -33,6 +33,7 @@ mod config;
 mod counters;
 mod engine;
 mod error;
+mod exit;
 pub mod fabric;
 mod lane;
 mod memory;

@@ -12,6 +12,7 @@ use crate::completion::CompletionCell;
 use crate::error::{ReadError, SendError};
 use crate::lane::Lane;
 use crate::plan::{BlockPair, PairRuns, check_pairs};
+use crate::region::RegionHold;
 use crate::service::PeerId;
 use crate::shared::Shared;
 use crate::table::{RemoteTable, Table};
@@ -123,6 +124,7 @@ impl Peer {
             return Err(ReadError::PeerGone(reason.into()));
         }
         self.check_tables(tables, pairs)?;
+        let holds = self.hold(tables)?;
         let number = self.next_transfer.fetch_add(1, Ordering::Relaxed);
         let cell = Arc::new(CompletionCell::new());
         let transfer = Transfer {
@@ -152,6 +154,7 @@ impl Peer {
                 })
                 .collect(),
             pairs: pairs.to_vec(),
+            holds,
             timeout,
             deadline: Instant::now() + timeout,
             cell,
@@ -183,15 +186,6 @@ impl Peer {
             }
             check_pairs(local.description(), &remote.description, pairs)?;
         }
-        {
-            let catalog = self.shared.catalog();
-            for (local, _) in tables {
-                let known = catalog.table(local.id());
-                if !known.is_some_and(|known| Arc::ptr_eq(&known.0, &local.0)) {
-                    return Err(ReadError::LocalTable { table: local.id() });
-                }
-            }
-        }
         let too_large = tables.len() > MAX_READ_TABLES
             || (pairs.len() > MAX_READ_RUNS && PairRuns::new(pairs).count() > MAX_READ_RUNS);
         if too_large {
@@ -201,6 +195,24 @@ impl Peer {
             });
         }
         Ok(())
+    }
+
+    /// Holds the regions of the local tables. The catalog is locked, so that a region is either
+    /// held before it is given up, or its table is gone already.
+    fn hold(&self, tables: &[(Table, RemoteTable)]) -> Result<Vec<RegionHold>, ReadError> {
+        let catalog = self.shared.catalog();
+        let mut holds: Vec<RegionHold> = Vec::new();
+        for (local, _) in tables {
+            let known = catalog.table(local.id());
+            if !known.is_some_and(|known| Arc::ptr_eq(&known.0, &local.0)) {
+                return Err(ReadError::LocalTable { table: local.id() });
+            }
+            let region = local.region();
+            if !holds.iter().any(|hold| hold.id == region.id) {
+                holds.push(RegionHold::new(region));
+            }
+        }
+        Ok(holds)
     }
 
     /// Sends a message to the peer's service on `channel`. Messages arrive whole and in order, or

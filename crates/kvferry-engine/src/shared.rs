@@ -88,6 +88,11 @@ impl Shared {
         self.catalog.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// False in a process that inherited the engine over a fork.
+    pub(crate) fn is_ours(&self) -> bool {
+        std::process::id() == self.pid
+    }
+
     /// Refuses a stopped engine and a handle that was carried over a fork.
     pub(crate) fn check(&self) -> Result<(), EngineError> {
         let here = std::process::id();

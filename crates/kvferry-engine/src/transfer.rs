@@ -14,6 +14,7 @@ use crate::completion::CompletionCell;
 use crate::error::TransferError;
 use crate::lane::Lane;
 use crate::plan::BlockPair;
+use crate::region::RegionHold;
 use crate::service::PeerId;
 use crate::shared::Shared;
 use crate::table::Table;
@@ -48,6 +49,8 @@ pub(crate) struct ReadCommand {
     pub(crate) lane: Lane,
     pub(crate) tables: Vec<TablePair>,
     pub(crate) pairs: Vec<BlockPair>,
+    /// One per local region, taken while its table was known to exist.
+    pub(crate) holds: Vec<RegionHold>,
     pub(crate) timeout: Duration,
     pub(crate) deadline: Instant,
     pub(crate) cell: Arc<TransferCell>,

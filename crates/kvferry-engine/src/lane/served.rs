@@ -80,6 +80,11 @@ impl ServeJob {
         })
     }
 
+    /// The table that the next byte comes from, for errors.
+    pub(crate) fn current_table(&self) -> u32 {
+        self.tables.get(self.table).map_or(u32::MAX, Table::id)
+    }
+
     pub(crate) fn is_finished(&self) -> bool {
         self.stream == self.total
     }

@@ -112,9 +112,10 @@ impl Inbox {
         Ok(true)
     }
 
-    /// True if some segment is missing while later ones have arrived.
-    pub(crate) fn has_gap(&self) -> bool {
-        self.ahead.iter().any(|&word| word != 0)
+    /// The segment that is missing while later ones have arrived, if there is one.
+    pub(crate) fn missing(&self) -> Option<u64> {
+        let later = self.ahead.iter().any(|&word| word != 0);
+        later.then_some(self.next)
     }
 
     fn hold(
@@ -253,13 +254,13 @@ mod tests {
             take(&mut inbox, &segment(1, data, b"d")),
             (true, vec![b"d".to_vec()])
         );
-        assert!(inbox.has_gap());
+        assert_eq!(inbox.missing(), Some(0));
         let both = vec![b"a".to_vec(), b"c".to_vec()];
         assert_eq!(
             take(&mut inbox, &segment(0, message(1, 0), b"a")),
             (true, both)
         );
-        assert!(!inbox.has_gap());
+        assert_eq!(inbox.missing(), None);
         assert_eq!(take(&mut inbox, &segment(1, data, b"d")), (false, vec![]));
         assert_eq!(
             take(&mut inbox, &segment(2, message(1, 0), b"c")),
@@ -336,7 +337,7 @@ mod tests {
             }
             prop_assert_eq!(got, messages);
             prop_assert_eq!(fresh, count);
-            prop_assert!(!inbox.has_gap());
+            prop_assert_eq!(inbox.missing(), None);
         }
     }
 }

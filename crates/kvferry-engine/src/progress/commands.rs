@@ -19,7 +19,9 @@ impl Core {
             }
             Command::Release(release) => self.release(release, fabric),
             Command::Connect(command) => self.connect(*command, fabric),
-            Command::Disconnect { peer } => self.leave(peer.0),
+            Command::Disconnect { peer } => {
+                self.leave(peer.0, "we disconnected", || TransferError::Cancelled)
+            }
             Command::Read(command) => self.start_read(*command),
             Command::Cancel { transfer } => self.cancel(transfer),
             Command::Send {
@@ -41,7 +43,7 @@ impl Core {
     }
 
     /// Says goodbye to a peer and ends it when that has left.
-    fn leave(&mut self, id: u64) {
+    fn leave(&mut self, id: u64, reason: &str, error: impl Fn() -> TransferError) {
         let deadline = self.now + LINGER;
         let Some(peer) = self.peers.get_mut(&id) else {
             return;
@@ -49,29 +51,31 @@ impl Core {
         if !peer.is_ready() {
             return;
         }
+        self.fail_transfers_of(id, |_, _| error());
         self.push_message(id, kvferry_wire::encode_goodbye());
-        self.fail_transfers_of(id, |_, _| TransferError::Cancelled);
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.jobs.clear();
             peer.phase = Phase::Leaving {
                 deadline,
-                reason: "we disconnected".into(),
+                reason: reason.into(),
+                was_ready: true,
             };
         }
     }
 
     fn begin_shutdown(&mut self, deadline: Instant, reply: crossbeam::channel::Sender<()>) {
-        if self.shutdown.is_some() {
-            // The first one counts; the second caller hears when the thread has ended.
+        if let Some(shutdown) = &mut self.shutdown {
+            // The first one's deadline counts; everybody hears when the thread has ended.
+            shutdown.replies.push(reply);
             return;
         }
         let ids: Vec<u64> = self.peers.keys().copied().collect();
         for id in ids {
-            self.leave(id);
+            self.leave(id, "the engine was shut down", || TransferError::Stopped);
         }
         self.shutdown = Some(ShutdownState {
             deadline,
-            reply: Some(reply),
+            replies: vec![reply],
         });
     }
 
@@ -96,10 +100,11 @@ impl Core {
     }
 
     pub(super) fn answer_shutdown(&mut self) {
-        if let Some(reply) = self
+        for reply in self
             .shutdown
-            .as_mut()
-            .and_then(|shutdown| shutdown.reply.take())
+            .take()
+            .into_iter()
+            .flat_map(|shutdown| shutdown.replies)
         {
             let _ = reply.send(());
         }

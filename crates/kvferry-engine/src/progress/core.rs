@@ -41,7 +41,7 @@ pub(super) struct ServiceSlot {
 
 pub(super) struct ShutdownState {
     pub(super) deadline: Instant,
-    pub(super) reply: Option<Sender<()>>,
+    pub(super) replies: Vec<Sender<()>>,
 }
 
 pub(crate) struct Core {
@@ -61,6 +61,8 @@ pub(crate) struct Core {
     pub(super) releases: Vec<ReleaseRegion>,
     pub(super) free_buffers: Vec<SendBuffer>,
     pub(super) now: Instant,
+    /// When everything that had arrived had last been looked at.
+    pub(super) drained: Instant,
     pub(super) next_peer_tick: Option<Instant>,
     pub(super) tick_services: bool,
     pub(super) shutdown: Option<ShutdownState>,
@@ -110,6 +112,7 @@ impl Core {
             releases: Vec::new(),
             free_buffers: Vec::new(),
             now,
+            drained: now,
             next_peer_tick: None,
             tick_services: false,
             shutdown: None,

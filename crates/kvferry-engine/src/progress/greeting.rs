@@ -8,6 +8,7 @@ use kvferry_wire::{Description, Hello, HelloRejectCode, HelloReply, Incarnation}
 use super::core::{Action, Core};
 use super::peers::{Endpoint, Phase, Waiter};
 use crate::command::ConnectCommand;
+use crate::config::incompatibility;
 use crate::counters::add;
 use crate::error::ConnectError;
 use crate::fabric::{EndpointId, Fabric};
@@ -119,6 +120,16 @@ impl Core {
             self.refuse(hello.from, &reply);
             return false;
         }
+        let ours = &self.shared.config.compatibility;
+        if let Some(reason) = incompatibility(ours, &hello.from.compatibility) {
+            let reply = HelloReply::Rejected {
+                expects: hello.expects,
+                code: HelloRejectCode::Incompatible,
+                reason,
+            };
+            self.refuse(hello.from, &reply);
+            return false;
+        }
         match peer {
             // Both sides greeted at once: theirs is answered here, ours will be there.
             Some(id) => self.accept(id),
@@ -194,6 +205,7 @@ impl Core {
         let phase = Phase::Leaving {
             deadline: self.now + LINGER,
             reason: "its greeting was refused".into(),
+            was_ready: false,
         };
         let id = self.insert_peer(Arc::new(to), phase, None, Box::new(Inbox::new()));
         match fabric.connect(EndpointId(id), &addresses) {

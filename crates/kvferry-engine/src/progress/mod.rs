@@ -65,6 +65,9 @@ impl<F: Fabric> Progress<F> {
             busy |= self.core.act(&mut self.fabric);
             busy |= self.core.pump(&mut self.fabric);
             // Deadlines are judged when everything that came in time has been looked at.
+            if !busy {
+                self.core.drained = now;
+            }
             if !busy || now.duration_since(last_timers) >= TIMERS_AT_LEAST_EVERY {
                 last_timers = now;
                 busy |= self.core.timers(&mut self.fabric);

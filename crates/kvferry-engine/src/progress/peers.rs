@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use crossbeam::channel::Sender;
-use kvferry_wire::{Description, Incarnation};
+use kvferry_wire::{Description, Incarnation, TransferId};
 
 use super::core::{Action, Core};
 use crate::counters::add;
@@ -35,7 +35,12 @@ pub(super) enum Phase {
     /// Greeted and answered.
     Ready,
     /// Saying goodbye; closed when all is sent, at the latest at the deadline.
-    Leaving { deadline: Instant, reason: String },
+    Leaving {
+        deadline: Instant,
+        reason: String,
+        /// Whether it was ready before; a refused engine was no peer.
+        was_ready: bool,
+    },
     /// Over; waits for its endpoint to be closed.
     Lost,
 }
@@ -65,18 +70,37 @@ pub(super) struct PeerState {
     pub(super) in_flight: usize,
     /// Reads that the peer asked for.
     pub(super) jobs: VecDeque<ServeJob>,
-    /// Native transfers with something left to post, by slot.
-    pub(super) reads: VecDeque<u32>,
+    /// Native transfers with something left to post.
+    pub(super) reads: VecDeque<TransferId>,
     pub(super) reads_in_flight: usize,
     /// The peer's regions whose keys were imported.
     pub(super) keys: HashMap<u32, KeyId>,
     pub(super) last_heard: Instant,
-    pub(super) last_sent: Instant,
     pub(super) suspect: bool,
-    /// Since when a segment has been missing while later ones are there.
-    pub(super) gap_since: Option<Instant>,
+    pub(super) last_ping: Instant,
+    /// The segment that is missing while later ones are there, and since when.
+    pub(super) gap: Option<(u64, Instant)>,
     /// Whether it is in `Core::active`.
     pub(super) queued: bool,
+}
+
+/// Where a segment with a connection's number belongs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Belongs {
+    Here,
+    /// To this connection, whose number is now known; what came before did not.
+    Anew,
+    Elsewhere,
+}
+
+fn belongs(known: Option<u32>, connection: u32, greeting: bool) -> Belongs {
+    match known {
+        None => Belongs::Anew,
+        Some(known) if known == connection => Belongs::Here,
+        // Numbers ascend and may wrap.
+        Some(known) if greeting && (connection.wrapping_sub(known) as i32) > 0 => Belongs::Anew,
+        Some(_) => Belongs::Elsewhere,
+    }
 }
 
 impl PeerState {
@@ -94,6 +118,24 @@ impl PeerState {
 
     pub(super) fn is_ready(&self) -> bool {
         matches!(self.phase, Phase::Ready)
+    }
+
+    /// True if a segment of the peer's connection `connection` belongs to this one.
+    ///
+    /// Until our greeting is answered the peer's number is not known for sure: what comes first may
+    /// be a late segment of an earlier connection. The numbers of one life ascend, so a later one
+    /// takes its place.
+    pub(super) fn is_from(&mut self, connection: u32) -> bool {
+        let greeting = matches!(self.phase, Phase::Greeting { .. });
+        match belongs(self.inbound, connection, greeting) {
+            Belongs::Here => true,
+            Belongs::Elsewhere => false,
+            Belongs::Anew => {
+                self.inbound = Some(connection);
+                self.inbox = Some(Box::new(Inbox::new()));
+                true
+            }
+        }
     }
 
     /// True if the same worker of the same engine is meant, in whatever life.
@@ -145,9 +187,9 @@ impl Core {
             reads_in_flight: 0,
             keys: HashMap::new(),
             last_heard: self.now,
-            last_sent: self.now,
             suspect: false,
-            gap_since: None,
+            last_ping: self.now,
+            gap: None,
             queued: false,
         };
         self.peers.insert(id, state);
@@ -242,6 +284,11 @@ impl Core {
                     let _ = waiter.reply.send(Err(lost));
                 }
             }
+            Phase::Leaving {
+                was_ready: false, ..
+            } => {
+                tracing::debug!(engine = %name, %incarnation, reason, "connection closed");
+            }
             Phase::Ready | Phase::Leaving { .. } => {
                 tracing::info!(peer = %name, %incarnation, reason, "peer lost");
                 add(&self.counters().peers_lost, 1);
@@ -271,5 +318,31 @@ impl Core {
     /// The endpoint is closed and everything on it was reported: nothing is left of the peer.
     pub(super) fn forget_peer(&mut self, id: u64) {
         self.peers.remove(&id);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_late_segment_of_an_earlier_connection_is_told_apart() {
+        for (known, connection, greeting, expected) in [
+            (None, 7, true, Belongs::Anew),
+            (Some(7), 7, true, Belongs::Here),
+            (Some(7), 8, true, Belongs::Anew),
+            (Some(8), 7, true, Belongs::Elsewhere),
+            (Some(u32::MAX), 0, true, Belongs::Anew),
+            (Some(0), u32::MAX, true, Belongs::Elsewhere),
+            // Once the greeting was answered, a later number is a new greeting.
+            (Some(7), 8, false, Belongs::Elsewhere),
+            (None, 7, false, Belongs::Anew),
+        ] {
+            assert_eq!(
+                belongs(known, connection, greeting),
+                expected,
+                "{known:?} {connection}"
+            );
+        }
     }
 }

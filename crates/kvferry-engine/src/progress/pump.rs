@@ -25,7 +25,11 @@ enum Filled {
     Nothing,
     Segment,
     /// The stream of a read cannot go on.
-    Broken(TransferId, String),
+    Broken {
+        transfer: TransferId,
+        table: u32,
+        reason: String,
+    },
 }
 
 impl Core {
@@ -78,13 +82,17 @@ impl Core {
                     self.recycle(buffer);
                     break;
                 }
-                Filled::Broken(transfer, reason) => {
+                Filled::Broken {
+                    transfer,
+                    table,
+                    reason,
+                } => {
                     self.recycle(buffer);
                     tracing::warn!(peer = id, %transfer, reason, "a peer's read cannot be served");
                     let rejected = ReadRejected {
                         transfer,
                         code: RejectCode::Withdrawn,
-                        detail: 0,
+                        detail: u64::from(table),
                     };
                     add(&self.counters().reads_rejected, 1);
                     self.push_message(id, kvferry_wire::encode_read_rejected(&rejected));
@@ -111,7 +119,7 @@ impl Core {
 
     /// Writes the peer's next segment into a buffer.
     fn fill(&mut self, id: u64, buffer: &mut SendBuffer) -> Filled {
-        let (source, now) = (self.shared.incarnation, self.now);
+        let source = self.shared.incarnation;
         let counters = &self.shared.counters;
         let Some(peer) = self.peers.get_mut(&id) else {
             return Filled::Nothing;
@@ -144,7 +152,13 @@ impl Core {
             let offset = job.stream;
             let bytes = match job.gather(room) {
                 Ok(bytes) => bytes,
-                Err(error) => return Filled::Broken(job.transfer, error.to_string()),
+                Err(error) => {
+                    return Filled::Broken {
+                        transfer: job.transfer,
+                        table: job.current_table(),
+                        reason: error.to_string(),
+                    };
+                }
             };
             let transfer = job.transfer;
             if !job.is_finished() {
@@ -167,7 +181,6 @@ impl Core {
         header.write(head);
         buffer.filled = SEGMENT_HEADER_BYTES + payload;
         peer.sequence += 1;
-        peer.last_sent = now;
         Filled::Segment
     }
 
@@ -181,10 +194,10 @@ impl Core {
             if peer.reads_in_flight >= window || !matches!(peer.phase, Phase::Ready) {
                 break;
             }
-            let Some(&slot) = peer.reads.front() else {
+            let Some(&transfer) = peer.reads.front() else {
                 break;
             };
-            match self.post_next(id, slot, fabric) {
+            match self.post_next(id, transfer, fabric) {
                 Ok(true) => any = true,
                 Ok(false) => {
                     if let Some(peer) = self.peers.get_mut(&id) {
@@ -195,7 +208,7 @@ impl Core {
                     if let Some(peer) = self.peers.get_mut(&id) {
                         peer.reads.pop_front();
                     }
-                    self.end_transfer(slot, Err(error));
+                    self.end_transfer(transfer.slot, Err(error));
                 }
             }
         }
@@ -206,16 +219,14 @@ impl Core {
     fn post_next(
         &mut self,
         id: u64,
-        slot: u32,
+        transfer: TransferId,
         fabric: &mut dyn Fabric,
     ) -> Result<bool, TransferError> {
-        let Some(transfer_id) = self.transfers.id_of(slot) else {
+        // By its whole id: the slot may have been given to another transfer since.
+        let Some(state) = self.transfers.get(transfer) else {
             return Ok(false);
         };
-        let Some(state) = self.transfers.in_slot(slot) else {
-            return Ok(false);
-        };
-        if state.ended || state.peer != id {
+        if state.ended {
             return Ok(false);
         }
         let Some(step) = state.cursor.step(&state.tables, &state.pairs) else {
@@ -251,15 +262,14 @@ impl Core {
         };
         add(&self.shared.counters.ucx_operations, 1);
         let posted = fabric
-            .read(EndpointId(id), token(transfer_id), &operation)
+            .read(EndpointId(id), token(transfer), &operation)
             .map_err(TransferError::Operation)?;
         state.cursor = step.after;
         state.in_flight += 1;
         peer.reads_in_flight += 1;
-        peer.last_sent = self.now;
         if let Posted::Done(()) = posted {
             // One path for both kinds of completion.
-            self.native_done(token(transfer_id), Ok(()));
+            self.native_done(token(transfer), Ok(()));
         }
         Ok(true)
     }

@@ -60,16 +60,19 @@ impl Core {
         let silent = |since: Instant| now.saturating_duration_since(since);
         let (mut quiet, mut suspects, mut dead, mut leaving) = (vec![], vec![], vec![], vec![]);
         for peer in self.peers.values_mut() {
-            let gap = peer.inbox.as_ref().is_some_and(|inbox| inbox.has_gap());
-            peer.gap_since = gap.then(|| peer.gap_since.unwrap_or(now));
+            let missing = peer.inbox.as_ref().and_then(|inbox| inbox.missing());
+            peer.gap = missing.map(|next| match peer.gap {
+                Some((same, since)) if same == next => (next, since),
+                _ => (next, now),
+            });
             match &peer.phase {
                 Phase::Ready => {
                     let silence = silent(peer.last_heard);
                     if silence >= dead_after {
                         dead.push((peer.id, format!("silent for {} ms", silence.as_millis())));
                     } else if peer
-                        .gap_since
-                        .is_some_and(|since| silent(since) >= suspect_after)
+                        .gap
+                        .is_some_and(|(_, since)| silent(since) >= suspect_after)
                     {
                         dead.push((peer.id, "a segment of it is missing".into()));
                     } else if silence >= suspect_after {
@@ -79,11 +82,15 @@ impl Core {
                         peer.suspect = true;
                         suspects.push((peer.id, silence));
                     }
-                    if silence >= ping && silent(peer.last_sent) >= ping {
+                    // On silence alone: a peer that only receives says nothing by itself.
+                    if silence >= ping && silent(peer.last_ping) >= ping {
+                        peer.last_ping = now;
                         quiet.push(peer.id);
                     }
                 }
-                Phase::Leaving { deadline, reason } => {
+                Phase::Leaving {
+                    deadline, reason, ..
+                } => {
                     let sent = peer.outbox.is_empty() && peer.in_flight == 0;
                     if sent || *deadline <= now {
                         leaving.push((peer.id, reason.clone()));

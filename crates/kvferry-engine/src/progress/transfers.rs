@@ -14,7 +14,7 @@ use crate::error::TransferError;
 use crate::fabric::{FabricError, ReadToken};
 use crate::lane::Lane;
 use crate::lane::native::Cursor;
-use crate::lane::served::{Extents, Scatter};
+use crate::lane::served::{Extents, Scatter, ScatterError};
 use crate::plan::{BlockPair, PairRuns, is_dense};
 use crate::region::RegionHold;
 use crate::transfer::{Outcome, ReadCommand, TablePair, TransferCell, TransferReport};
@@ -96,7 +96,8 @@ impl Transfers {
         Some(TransferId { slot, generation })
     }
 
-    fn get(&mut self, id: TransferId) -> Option<&mut TransferState> {
+    /// The transfer of this id, and no later one in its slot.
+    pub(super) fn get(&mut self, id: TransferId) -> Option<&mut TransferState> {
         let place = self.slots.get_mut(id.slot as usize)?;
         if place.generation != id.generation {
             return None;
@@ -172,7 +173,7 @@ impl Core {
             None => return,
         };
         if let Err(error) = started {
-            self.end_transfer(id.slot, Err(TransferError::Protocol(error.to_string())));
+            self.end_transfer(id.slot, Err(TransferError::Request(error.to_string())));
             return;
         }
         if let Some(state) = self.peers.get_mut(&peer)
@@ -181,7 +182,7 @@ impl Core {
                 .in_slot(id.slot)
                 .is_some_and(|t| t.lane == Lane::Native)
         {
-            state.reads.push_back(id.slot);
+            state.reads.push_back(id);
         }
         self.activate(peer);
     }
@@ -193,12 +194,12 @@ impl Core {
             lane,
             tables,
             pairs,
+            holds,
             timeout,
             deadline,
             cell,
         } = command;
         let mut starts = Vec::with_capacity(tables.len());
-        let mut holds: Vec<RegionHold> = Vec::new();
         let (mut total, mut operations) = (0_u64, 0_u64);
         let merged = PairRuns::new(&pairs).count() as u64;
         for pair in &tables {
@@ -208,10 +209,6 @@ impl Core {
             total += local.block_bytes * pairs.len() as u64;
             let merge = is_dense(local) && is_dense(&pair.remote);
             operations += if merge { merged } else { pairs.len() as u64 };
-            let region = pair.local.region();
-            if !holds.iter().any(|hold| hold.id == region.id) {
-                holds.push(RegionHold::new(region));
-            }
         }
         TransferState {
             number,
@@ -253,13 +250,19 @@ impl Core {
             pairs: &state.pairs,
             total: state.total,
         };
-        if let Err(error) = scatter.write(offset, bytes) {
-            self.end_transfer(id.slot, Err(TransferError::Protocol(error.to_string())));
-            return;
+        match scatter.write(offset, bytes) {
+            Ok(()) => {}
+            Err(ScatterError::Memory(error)) => {
+                self.end_transfer(id.slot, Err(error.into()));
+                return;
+            }
+            Err(error) => {
+                self.break_off(id, error.to_string());
+                return;
+            }
         }
         if !state.extents.insert(offset, offset + bytes.len() as u64) {
-            let what = format!("it sent bytes at offset {offset} twice");
-            self.end_transfer(id.slot, Err(TransferError::Protocol(what)));
+            self.break_off(id, format!("it sent bytes at offset {offset} twice"));
             return;
         }
         state.done += bytes.len() as u64;
@@ -268,6 +271,16 @@ impl Core {
         if whole {
             self.succeed(id.slot);
         }
+    }
+
+    /// The peer breaks the protocol: the transfer fails, and so does the connection.
+    fn break_off(&mut self, id: TransferId, what: String) {
+        let Some(peer) = self.transfers.get(id).map(|state| state.peer) else {
+            return;
+        };
+        let lost = format!("it broke the protocol: {what}");
+        self.end_transfer(id.slot, Err(TransferError::Protocol(what)));
+        self.lose(peer, &lost);
     }
 
     /// A native read of some transfer has ended.
@@ -321,6 +334,16 @@ impl Core {
             return;
         }
         state.ended = true;
+        let (peer, lane) = (state.peer, state.lane);
+        // What the peer ended itself, or was lost with it, needs no cancel.
+        let streams_on = lane == Lane::Served
+            && matches!(
+                &outcome,
+                Err(TransferError::Cancelled
+                    | TransferError::Memory(_)
+                    | TransferError::Stalled { .. }
+                    | TransferError::Stopped)
+            );
         let counter = match &outcome {
             Ok(report) => {
                 let operations = report.operations;
@@ -333,6 +356,12 @@ impl Core {
             }
         };
         add(counter, 1);
+        if streams_on && let Some(id) = self.transfers.id_of(slot) {
+            self.cancel_stream(peer, id);
+        }
+        let Some(state) = self.transfers.in_slot(slot) else {
+            return;
+        };
         if state.in_flight > 0 {
             add(&self.shared.counters.quarantined_bytes, state.total);
             state.cell.complete(outcome);
@@ -378,21 +407,17 @@ impl Core {
     /// A handle gives up.
     pub(super) fn cancel(&mut self, number: u64) {
         if let Some(&slot) = self.transfers.numbers.get(&number) {
-            self.stop_stream(slot);
             self.end_transfer(slot, Err(TransferError::Cancelled));
         }
     }
 
     /// Tells the peer to send no more of a served transfer.
-    fn stop_stream(&mut self, slot: u32) {
-        let Some(id) = self.transfers.id_of(slot) else {
-            return;
-        };
-        if let Some(state) = self.transfers.in_slot(slot)
-            && state.lane == Lane::Served
-            && !state.ended
+    fn cancel_stream(&mut self, peer: u64, id: TransferId) {
+        if self
+            .peers
+            .get(&peer)
+            .is_some_and(super::peers::PeerState::is_ready)
         {
-            let peer = state.peer;
             self.push_message(peer, kvferry_wire::encode_read_cancel(id));
         }
     }
@@ -415,7 +440,6 @@ impl Core {
             };
             let (peer, in_flight) = (state.peer, state.in_flight);
             self.transfers.deadlines.remove(&(deadline, slot));
-            self.stop_stream(slot);
             self.end_transfer(slot, Err(error));
             if in_flight > 0 {
                 // UCX cannot cancel a GET; only the end of the endpoint ends it.

@@ -13,6 +13,7 @@
 
 mod callbacks;
 mod endpoint;
+mod exit_hook;
 mod log;
 mod memory;
 mod operations;
@@ -100,6 +101,7 @@ impl UcxFabric {
 
     fn with_settings(allow_emulation: bool, settings: Settings<'_>) -> Result<Self, FabricError> {
         log::take_over();
+        exit_hook::install();
         let mailbox = Rc::new(Mailbox::default());
         let worker = |purpose| Worker::new(purpose, settings, Rc::clone(&mailbox));
         let message = worker(Purpose::Messages)?;

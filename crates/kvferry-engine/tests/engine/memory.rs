@@ -1,0 +1,164 @@
+//! Regions, tables, registration.
+
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use kvferry_engine::wire::MemoryKind;
+use kvferry_engine::{
+    BlockPair, DeregisterError, Engine, HostPool, Lane, LoopbackNetwork, MemoryRegion,
+    RegisterError, Replies, Sender, Service, TableSpec,
+};
+
+use crate::support::*;
+
+#[test]
+fn c78_registration_errors_say_address_length_kind_and_status() {
+    for kind in kinds() {
+        let engine = engine(&kind, "e");
+        let pool = HostPool::new(1 << 16).unwrap();
+        let memory = pool.region().unwrap();
+        let region = engine.register(&memory).unwrap();
+        let again = engine.register(&memory).unwrap();
+        assert_eq!(
+            region.id(),
+            again.id(),
+            "the same range is one registration"
+        );
+        let base = std::ptr::NonNull::new(memory.address() as *mut u8).unwrap();
+        // SAFETY: the pool outlives the call, which refuses anyway.
+        #[allow(unsafe_code)]
+        let part = unsafe { MemoryRegion::borrowed(base, 4096) }.unwrap();
+        let error = engine.register(&part).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, RegisterError::Overlap { .. }), "{text}");
+        assert!(
+            text.contains("4096 bytes of host memory") && text.contains("65536"),
+            "{text}"
+        );
+        assert!(text.contains(&format!("{:#x}", memory.address())), "{text}");
+        // An address at which nothing is mapped.
+        let nowhere = std::ptr::NonNull::new(0x10_000 as *mut u8).unwrap();
+        // SAFETY: nothing is ever accessed: the registration is refused.
+        #[allow(unsafe_code)]
+        let hole = unsafe { MemoryRegion::borrowed(nowhere, 8192) }.unwrap();
+        let text = engine.register(&hole).unwrap_err().to_string();
+        assert!(
+            text.contains("8192 bytes of host memory at 0x10000")
+                && text.contains("not all of it is mapped"),
+            "{text}"
+        );
+        region.deregister(PATIENCE).unwrap();
+        assert!(
+            engine.add_table(&again, TableSpec::dense(64, 4)).is_ok(),
+            "counted, still there"
+        );
+        again.deregister(PATIENCE).unwrap();
+        engine.register(&memory).unwrap();
+    }
+}
+
+/// C78, in UCX's words: memory of a kind that this UCX cannot register.
+#[test]
+fn c78_a_kind_that_ucx_cannot_register_is_refused_with_its_status() {
+    let engine = engine(&Kind::Ucx, "e");
+    let pool = HostPool::new(4096).unwrap();
+    let base = std::ptr::NonNull::new(pool.region().unwrap().address() as *mut u8).unwrap();
+    let kind = MemoryKind::Rocm { device: 1 };
+    // SAFETY: never accessed as device memory; the registration is refused.
+    #[allow(unsafe_code)]
+    let memory = unsafe { MemoryRegion::borrowed_kind(base, 4096, kind) }.unwrap();
+    let error = engine.register(&memory).unwrap_err();
+    let text = error.to_string();
+    assert!(matches!(error, RegisterError::Fabric { .. }), "{text}");
+    assert!(text.contains("4096 bytes of rocm:1 memory"), "{text}");
+    assert!(
+        text.contains(&format!("{:#x}", pool.region().unwrap().address())),
+        "{text}"
+    );
+}
+
+#[test]
+fn tables_that_do_not_fit_are_refused_by_field() {
+    let kind = Kind::Loopback(LoopbackNetwork::new());
+    let engine = engine(&kind, "e");
+    let memory = HostPool::new(4096).unwrap().region().unwrap();
+    let region = engine.register(&memory).unwrap();
+    for (spec, part) in [
+        (TableSpec::dense(0, 4), "block_bytes"),
+        (TableSpec::dense(64, 0), "block_count"),
+        (TableSpec::dense(64, 65), "4096"),
+        (TableSpec::dense(64, 64).at(1), "4096"),
+        (TableSpec::dense(64, 4).at(u64::MAX), "offset"),
+        (TableSpec::dense(u64::MAX, u32::MAX), "table"),
+    ] {
+        let text = engine
+            .add_table(&region, spec.clone())
+            .unwrap_err()
+            .to_string();
+        assert!(text.contains(part), "{spec:?}: {text}");
+    }
+    let mut narrow = TableSpec::dense(64, 4);
+    narrow.block_stride = 63;
+    assert!(
+        engine
+            .add_table(&region, narrow)
+            .unwrap_err()
+            .to_string()
+            .contains("block_stride")
+    );
+    assert_eq!(engine.describe().unwrap().tables.len(), 0);
+}
+
+/// C125: what peers are told depends on regions and tables, not on blocks.
+#[test]
+fn c125_description_bytes_do_not_depend_on_the_number_of_blocks() {
+    let kind = Kind::Loopback(LoopbackNetwork::new());
+    let bytes = |count: u32| {
+        let side = side(engine(&kind, "e"), 32, count, 16, 0);
+        side.engine.describe().unwrap().encode().unwrap().len()
+    };
+    // Numbers of one size in msgpack, as offsets and strides are too.
+    assert_eq!(bytes(70_000), bytes(700_000));
+}
+
+#[test]
+fn a_region_in_use_is_busy_and_given_up_afterwards() {
+    // A loopback producer that has gone silent: its thread blocks in a service.
+    struct Block(mpsc::Receiver<()>);
+    impl Service for Block {
+        fn on_message(&mut self, _: Sender, _: &[u8], _: &mut Replies) {
+            let _ = self.0.recv_timeout(PATIENCE);
+        }
+        fn on_tick(&mut self, _: Instant, _: &mut Replies) -> Option<Instant> {
+            None
+        }
+    }
+    let kind = Kind::Loopback(LoopbackNetwork::new());
+    let (release, blocked) = mpsc::channel();
+    let builder = Engine::builder(config("producer")).service(9, Box::new(Block(blocked)));
+    let producer = side(start(&kind, builder), 1, 8, 64, 0);
+    producer.fill();
+    let consumer = side(engine(&kind, "consumer"), 1, 8, 64, 0);
+    let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
+    let tables = with_tables(&consumer, &peer);
+    peer.send(9, vec![1]).unwrap();
+    let transfer = peer.read(&tables, &[BlockPair::new(0, 0)]).unwrap();
+    let Side {
+        engine,
+        _region: region,
+        ..
+    } = consumer;
+    let error = region.deregister(Duration::from_millis(10)).unwrap_err();
+    assert!(
+        matches!(error, DeregisterError::Busy { operations: 1, .. }),
+        "{error}"
+    );
+    assert_eq!(engine.counters().quarantined_regions, 1);
+    release.send(()).unwrap();
+    assert_eq!(transfer.wait(PATIENCE).unwrap().unwrap().bytes, 64);
+    engine.wake_services().unwrap();
+    // A registration is answered after the region before it was given up.
+    let memory = HostPool::new(64).unwrap().region().unwrap();
+    engine.register(&memory).unwrap();
+    assert_eq!(engine.counters().quarantined_regions, 0);
+}

@@ -1,0 +1,198 @@
+//! Greetings, lives, lanes, the end.
+
+use std::time::Duration;
+
+use kvferry_engine::wire::EngineId;
+use kvferry_engine::{
+    BlockPair, ConnectError, Engine, EngineConfig, HostPool, Lane, LaneChoice, LoopbackFabric,
+    LoopbackNetwork, TransferError,
+};
+
+use crate::support::*;
+
+#[test]
+fn a_new_life_at_an_old_address_refuses_the_old_description() {
+    for kind in kinds() {
+        let consumer = engine(&kind, "consumer");
+        let producer = engine(&kind, "producer");
+        // The address of one engine in the description of another life: what a reused port is.
+        let mut stale = producer.describe().unwrap();
+        let other = engine(&kind, "stranger");
+        stale.addresses = other.describe().unwrap().addresses;
+        let error = consumer.connect(stale, LaneChoice::Auto).unwrap_err();
+        assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("stranger") && text.contains("producer"),
+            "{text}"
+        );
+        // The right one still works, also after the refusal.
+        let peer = consumer
+            .connect(producer.describe().unwrap(), LaneChoice::Auto)
+            .unwrap();
+        assert!(peer.gone().is_none());
+    }
+}
+
+#[test]
+fn both_sides_may_connect_at_once() {
+    for kind in kinds() {
+        let (a, b) = (engine(&kind, "a"), engine(&kind, "b"));
+        let (to_a, to_b) = (a.describe().unwrap(), b.describe().unwrap());
+        let other = {
+            let b = b.clone();
+            std::thread::spawn(move || b.connect(to_a, LaneChoice::Auto).unwrap())
+        };
+        let peer = a.connect(to_b.clone(), LaneChoice::Auto).unwrap();
+        let back = other.join().unwrap();
+        assert_eq!(peer.incarnation(), b.incarnation());
+        assert_eq!(back.incarnation(), a.incarnation());
+        let again = a.connect(to_b, LaneChoice::Auto).unwrap();
+        assert_eq!(again.id(), peer.id(), "connected already");
+        assert!(peer.gone().is_none() && back.gone().is_none());
+    }
+}
+
+#[test]
+fn lanes_that_cannot_be_used_are_refused_by_name() {
+    for kind in kinds() {
+        let (a, b) = (engine(&kind, "a"), engine(&kind, "b"));
+        for lane in [Lane::Mapped, Lane::Attached] {
+            let error = a
+                .connect(b.describe().unwrap(), LaneChoice::Pinned(lane))
+                .unwrap_err();
+            let text = error.to_string();
+            assert!(
+                text.contains(lane.name()) && text.contains("does not have it yet"),
+                "{text}"
+            );
+        }
+        let mut without = EngineConfig::new(EngineId::new("c").unwrap());
+        without.allow_emulation = false;
+        if matches!(kind, Kind::Ucx) {
+            let c = start(&kind, Engine::builder(without));
+            let error = c
+                .connect(b.describe().unwrap(), LaneChoice::Pinned(Lane::Native))
+                .unwrap_err();
+            assert!(error.to_string().contains("native"), "{error}");
+            let peer = c.connect(b.describe().unwrap(), LaneChoice::Auto).unwrap();
+            assert_eq!(peer.lane(), Lane::Served);
+        }
+    }
+}
+
+#[test]
+fn connecting_to_nobody_or_oneself_is_an_error() {
+    for kind in kinds() {
+        let a = engine(&kind, "a");
+        let error = a
+            .connect(a.describe().unwrap(), LaneChoice::Auto)
+            .unwrap_err();
+        assert!(error.to_string().contains("this engine's own"), "{error}");
+        let b = engine(&kind, "b");
+        let gone = b.describe().unwrap();
+        b.shutdown(PATIENCE).unwrap();
+        let error = a.connect(gone, LaneChoice::Auto).unwrap_err();
+        assert!(error.to_string().contains("peer b"), "{error}");
+    }
+}
+
+#[test]
+fn shutdown_ends_transfers_peers_and_handles() {
+    for kind in kinds() {
+        let producer = side(engine(&kind, "producer"), 1, 8, 64, 0);
+        let consumer = side(engine(&kind, "consumer"), 1, 8, 64, 0);
+        let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
+        let tables = with_tables(&consumer, &peer);
+        producer.engine.shutdown(PATIENCE).unwrap();
+        // The goodbye, or the next read, makes the end known.
+        let outcome = peer.read(&tables, &[BlockPair::new(0, 0)]);
+        if let Ok(transfer) = outcome {
+            let error = transfer.wait(PATIENCE).unwrap().unwrap_err();
+            assert!(matches!(error, TransferError::PeerLost(_)), "{error}");
+        }
+        assert!(peer.gone().is_some());
+        assert!(producer.engine.describe().is_err());
+        let memory = HostPool::new(64).unwrap().region().unwrap();
+        assert!(producer.engine.register(&memory).is_err());
+        assert!(
+            producer.engine.shutdown(PATIENCE).is_err(),
+            "it has ended before"
+        );
+        consumer.engine.shutdown(PATIENCE).unwrap();
+        assert!(peer.read(&tables, &[BlockPair::new(0, 0)]).is_err());
+        assert_eq!(consumer.engine.counters().quarantined_bytes, 0);
+    }
+}
+
+/// A consumer that only receives says nothing by itself; it answers pings, and is not given up
+/// while a long read streams to it.
+#[test]
+fn a_read_longer_than_every_patience_with_silence_succeeds() {
+    let network = LoopbackNetwork::new();
+    let start = |name: &str| {
+        let mut config = config(name);
+        config.ping_interval = Duration::from_millis(20);
+        config.suspect_after = Duration::from_millis(100);
+        config.dead_after = Duration::from_millis(100);
+        let network = network.clone();
+        // Small segments, so that the read takes its time.
+        let builder = Engine::builder(config);
+        builder
+            .start_on(move || LoopbackFabric::new(&network, 512))
+            .unwrap()
+    };
+    let producer = side(start("producer"), 1, 64, 1 << 20, 0);
+    let consumer = side(start("consumer"), 1, 64, 1 << 20, 0);
+    let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
+    let tables = with_tables(&consumer, &peer);
+    let pairs: Vec<BlockPair> = (0..64).map(|n| BlockPair::new(n, 63 - n)).collect();
+    let mut longest = Duration::ZERO;
+    // As often as it takes to be long enough on this machine.
+    while longest < Duration::from_millis(250) {
+        let together: Vec<_> = (0..8)
+            .map(|_| peer.read(&tables, &pairs).unwrap())
+            .collect();
+        for transfer in together {
+            longest = longest.max(transfer.wait(PATIENCE).unwrap().unwrap().elapsed);
+        }
+    }
+    assert_eq!(producer.engine.counters().peers_lost, 0);
+    assert_eq!(consumer.engine.counters().peers_lost, 0);
+    assert!(
+        consumer.engine.counters().messages_sent > 9,
+        "no ping was answered"
+    );
+}
+
+/// C40, as far as engines know: what must be equal is compared, and the difference is named.
+#[test]
+fn c40_engines_that_differ_in_what_must_be_equal_refuse_each_other() {
+    for kind in kinds() {
+        let with = |name: &str, dtype: &str| {
+            let mut config = config(name);
+            let entry = ("dtype".to_owned(), dtype.to_owned());
+            config
+                .compatibility
+                .extend([entry, (name.to_owned(), "only here".to_owned())]);
+            start(&kind, Engine::builder(config))
+        };
+        let (a, b, c) = (with("a", "bf16"), with("b", "bf16"), with("c", "fp8"));
+        a.connect(b.describe().unwrap(), LaneChoice::Auto).unwrap();
+        let text = a
+            .connect(c.describe().unwrap(), LaneChoice::Auto)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("dtype: \"bf16\" here, \"fp8\" at the peer"),
+            "{text}"
+        );
+        // One that does not look is refused by the other side.
+        let mut lie = c.describe().unwrap();
+        lie.compatibility.clear();
+        let error = a.connect(lie, LaneChoice::Auto).unwrap_err();
+        assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
+        assert!(error.to_string().contains("dtype"), "{error}");
+        assert_eq!(c.counters().peers_lost, 0, "a refused engine was no peer");
+    }
+}

@@ -1,0 +1,125 @@
+//! Engines and tables to test with.
+
+use std::time::Duration;
+
+use kvferry_engine::wire::EngineId;
+use kvferry_engine::{
+    Engine, EngineBuilder, EngineConfig, HostPool, Lane, LaneChoice, LoopbackFabric,
+    LoopbackNetwork, MemoryRegion, Peer, RemoteTable, Table, TableSpec,
+};
+
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+
+#[derive(Clone)]
+pub(crate) enum Kind {
+    Loopback(LoopbackNetwork),
+    Ucx,
+}
+
+pub(crate) fn kinds() -> [Kind; 2] {
+    [Kind::Loopback(LoopbackNetwork::new()), Kind::Ucx]
+}
+
+pub(crate) fn config(name: &str) -> EngineConfig {
+    let mut config = EngineConfig::new(EngineId::new(name).unwrap());
+    config.allow_emulation = true;
+    config
+}
+
+pub(crate) fn start(kind: &Kind, builder: EngineBuilder) -> Engine {
+    match kind {
+        Kind::Loopback(network) => {
+            let network = network.clone();
+            builder
+                .start_on(move || LoopbackFabric::new(&network, 4096))
+                .unwrap()
+        }
+        Kind::Ucx => {
+            let engine = builder.start().unwrap();
+            let version = engine.ucx_version().unwrap();
+            if let Ok(expected) = std::env::var("KVFERRY_EXPECT_UCX") {
+                assert_eq!(format!("{}.{}", version.major, version.minor), expected);
+            }
+            engine
+        }
+    }
+}
+
+pub(crate) fn engine(kind: &Kind, name: &str) -> Engine {
+    start(kind, Engine::builder(config(name)))
+}
+
+/// A byte that names its place: table, block, position.
+pub(crate) fn pattern(table: u32, block: u32, byte: u64) -> u8 {
+    (table.wrapping_mul(31) ^ block.wrapping_mul(7) ^ byte as u32 ^ (byte >> 8) as u32) as u8
+}
+
+pub(crate) struct Side {
+    pub(crate) engine: Engine,
+    pub(crate) memory: MemoryRegion,
+    pub(crate) tables: Vec<Table>,
+    pub(crate) _region: kvferry_engine::Region,
+}
+
+/// An engine with `layers` tables of `count` blocks, `gap` bytes apart.
+pub(crate) fn side(engine: Engine, layers: u32, count: u32, bytes: u64, gap: u64) -> Side {
+    let span = u64::from(count) * (bytes + gap);
+    let pool = HostPool::new((span * u64::from(layers)) as usize).unwrap();
+    let memory = pool.region().unwrap();
+    let region = engine.register(&memory).unwrap();
+    let tables = (0..layers)
+        .map(|layer| {
+            let mut spec = TableSpec::dense(bytes, count)
+                .at(span * u64::from(layer))
+                .layer(layer);
+            spec.block_stride = bytes + gap;
+            engine.add_table(&region, spec).unwrap()
+        })
+        .collect();
+    Side {
+        engine,
+        memory,
+        tables,
+        _region: region,
+    }
+}
+
+impl Side {
+    pub(crate) fn at(&self, table: u32, block: u32) -> u64 {
+        let d = self.tables[table as usize].description();
+        d.offset + u64::from(block) * d.block_stride
+    }
+
+    pub(crate) fn fill(&self) {
+        for table in &self.tables {
+            let d = table.description();
+            for block in 0..d.block_count {
+                let bytes: Vec<u8> = (0..d.block_bytes)
+                    .map(|byte| pattern(d.layer, block, byte))
+                    .collect();
+                self.memory
+                    .write_at(self.at(d.layer, block), &bytes)
+                    .unwrap();
+            }
+        }
+    }
+
+    pub(crate) fn block(&self, table: u32, block: u32) -> Vec<u8> {
+        let bytes = self.tables[table as usize].description().block_bytes;
+        let mut out = vec![0; bytes as usize];
+        self.memory
+            .read_at(self.at(table, block), &mut out)
+            .unwrap();
+        out
+    }
+}
+
+pub(crate) fn with_tables(consumer: &Side, peer: &Peer) -> Vec<(Table, RemoteTable)> {
+    consumer.tables.iter().cloned().zip(peer.tables()).collect()
+}
+
+pub(crate) fn connect(consumer: &Engine, producer: &Engine, lane: Lane) -> Peer {
+    consumer
+        .connect(producer.describe().unwrap(), LaneChoice::Pinned(lane))
+        .unwrap()
+}
