@@ -357,10 +357,11 @@ impl Service for LeaseService {
     fn on_tick(&mut self, now: Instant, replies: &mut Replies) -> Option<Instant> {
         self.now = self.now.max(now);
         self.take_commands();
-        self.table.expire(self.now);
+        // By the engine's time and not by ours: at that time everything had been delivered, so a
+        // release that came before a lease's deadline is never found to be late.
+        self.table.expire(now);
         self.flush(replies);
-        // A message may bring a deadline that the engine does not hear of before the next tick:
-        // the shortest such one bounds the wait.
+        // The engine asks again after every message; this bounds the wait for anything else.
         let config = self.table.config();
         let heartbeat = self.now + HEARTBEAT.min(config.early_hold).min(config.duration);
         let deadlines = [self.table.next_deadline(), self.drain_until];

@@ -48,16 +48,17 @@ code! {
     Ended = 2, "lease ended";
     /// The rank's scheduler half is another one.
     UnknownInstance = 3, "unknown instance";
-    /// No such lease, and none will come.
+    /// No such lease that is remembered: never issued, skipped, or ended long ago.
     UnknownEpoch = 4, "unknown epoch";
     /// The epoch belongs to another request.
     RequestMismatch = 5, "epoch belongs to another request";
     /// Another number of consumers than the first release named.
     ConsumersMismatch = 6, "another number of consumers than in the first release";
-    /// More readers than the first release announced, or this reader with other words.
-    RepeatedReader = 7, "reader already released";
-    /// Too many early releases are being kept for this peer.
-    Overloaded = 8, "too many early releases";
+    /// Another load of the same consumer engine has released this lease.
+    RepeatedReader = 7, "another load of this engine has released";
+    /// Over a bound: early releases kept for this peer, distance of the epoch above the mark, or
+    /// consumers of one lease.
+    Overloaded = 8, "over a bound of the producer";
 }
 
 code! {
