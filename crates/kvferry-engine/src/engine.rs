@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam::channel::bounded;
 use kvferry_wire::description::{MAX_REGIONS, MAX_TABLES};
@@ -21,7 +21,7 @@ use crate::peer::Peer;
 use crate::progress::Progress;
 use crate::region::{Region, RegionInner};
 use crate::service::Service;
-use crate::shared::{Shared, Started};
+use crate::shared::{LONGEST, Shared, Started, deadline_in};
 use crate::table::{LocalTable, Table, TableSpec};
 
 /// A transfer engine: one progress thread, its regions, its peers.
@@ -110,7 +110,14 @@ impl EngineBuilder {
                 source,
             })?;
         let patience = shared.config.command_timeout;
-        Shared::answer(&receiver, "its start", patience)??;
+        let answer = Shared::answer(&receiver, "its start", patience);
+        if answer.is_err() {
+            // It may still start; then it is to end at once.
+            let (reply, _) = bounded(1);
+            let deadline = deadline_in(Duration::ZERO);
+            let _ = shared.submit(Command::Shutdown { deadline, reply });
+        }
+        answer??;
         Ok(Engine {
             inner: Arc::new(Inner {
                 shared,
@@ -275,6 +282,7 @@ impl Engine {
     /// # Errors
     /// [`TableError`] naming the size that is zero or does not fit.
     pub fn add_table(&self, region: &Region, spec: TableSpec) -> Result<Table, TableError> {
+        self.shared().check()?;
         let mut catalog = self.shared().catalog();
         let known = catalog.region(region.id());
         if !known.is_some_and(|known| Arc::ptr_eq(known, &region.inner)) {
@@ -367,11 +375,12 @@ impl Engine {
     /// [`EngineError::NoAnswer`] if the thread did not end in time, [`EngineError::Stopped`] if it
     /// had ended before.
     pub fn shutdown(&self, timeout: Duration) -> Result<(), EngineError> {
-        let deadline = Instant::now() + timeout;
-        self.shared()
-            .ask("the shutdown", timeout + Duration::from_secs(1), |reply| {
-                Command::Shutdown { deadline, reply }
-            })
+        let deadline = deadline_in(timeout);
+        self.shared().ask(
+            "the shutdown",
+            timeout.min(LONGEST) + Duration::from_secs(1),
+            |reply| Command::Shutdown { deadline, reply },
+        )
     }
 }
 
@@ -380,7 +389,7 @@ impl Drop for Inner {
         // Nobody waits: the thread says goodbye and ends by itself. An engine that was shut down,
         // or a handle in a forked child, has nothing to say.
         let (reply, _) = bounded(1);
-        let deadline = Instant::now() + Duration::from_secs(2);
+        let deadline = deadline_in(Duration::from_secs(2));
         let _ = self.shared.submit(Command::Shutdown { deadline, reply });
     }
 }

@@ -178,6 +178,9 @@ pub enum TableError {
         /// The region's number in its own engine.
         region: u32,
     },
+    /// The engine was shut down, or the handle was carried over a fork.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
 }
 
 /// Why a region is still registered.

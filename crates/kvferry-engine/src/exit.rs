@@ -34,6 +34,9 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
+        // Done already unless the thread ends by a panic.
+        self.0.mark_stopped();
+        self.0.refuse_commands();
         running().retain(|shared| !Arc::ptr_eq(shared, &self.0));
         ENDED.notify_all();
     }

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvferry_wire::{Description, Incarnation, MAX_MESSAGE_BYTES, MAX_READ_TABLES, MemoryKind};
 
@@ -14,7 +14,7 @@ use crate::lane::Lane;
 use crate::plan::{BlockPair, PairRuns, check_pairs};
 use crate::region::RegionHold;
 use crate::service::PeerId;
-use crate::shared::Shared;
+use crate::shared::{Shared, deadline_in};
 use crate::table::{RemoteTable, Table};
 use crate::transfer::{ReadCommand, TablePair, Transfer, TransferReport};
 
@@ -156,7 +156,7 @@ impl Peer {
             pairs: pairs.to_vec(),
             holds,
             timeout,
-            deadline: Instant::now() + timeout,
+            deadline: deadline_in(timeout),
             cell,
         };
         self.shared

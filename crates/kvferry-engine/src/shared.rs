@@ -169,6 +169,8 @@ impl Shared {
         region: &Arc<RegionInner>,
         wait: Option<Duration>,
     ) -> Result<(), DeregisterError> {
+        // First of all: in a forked child another thread of the parent may have held the lock.
+        self.check()?;
         {
             let mut catalog = self.catalog();
             let memory = &region.memory;
@@ -190,11 +192,11 @@ impl Shared {
         let (sender, receiver) = bounded(1);
         let release = ReleaseRegion {
             region: Arc::clone(region),
-            waiter: Some((Instant::now() + timeout, sender)),
+            waiter: Some((deadline_in(timeout), sender)),
         };
         self.submit(Command::Release(release))?;
         // The progress thread answers by `timeout`; more than that and it is stuck.
-        let patience = timeout + self.config.command_timeout;
+        let patience = timeout.min(LONGEST) + self.config.command_timeout;
         match Self::answer(&receiver, "a deregistration", patience)? {
             0 => Ok(()),
             operations => Err(DeregisterError::Busy {
@@ -237,6 +239,14 @@ impl Shared {
         self.started.get()?.capabilities.ucx
     }
 }
+
+/// The moment `timeout` from now. A day stands for anything longer, which the clock may not hold.
+pub(crate) fn deadline_in(timeout: Duration) -> Instant {
+    Instant::now() + timeout.min(LONGEST)
+}
+
+/// What longer timeouts are taken for.
+pub(crate) const LONGEST: Duration = Duration::from_secs(86_400);
 
 /// The same text on the same running host, another after a reboot.
 fn host_identity() -> String {

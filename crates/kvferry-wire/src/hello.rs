@@ -86,12 +86,14 @@ pub enum HelloReply {
     Accepted {
         /// The incarnation that answers, the one that was expected.
         incarnation: Incarnation,
+        /// The connection that the greeting came on, by its sender's number.
+        connection: u32,
     },
     /// The connection may not be used.
     Rejected {
-        /// The incarnation that the greeting expected, by which its sender knows which one is
-        /// meant: the answer may come from another engine.
-        expects: Incarnation,
+        /// The connection that the greeting came on, by its sender's number: the answer may come
+        /// from an engine that the sender knows nothing of.
+        connection: u32,
         /// Why, for the program.
         code: HelloRejectCode,
         /// Why, for people: at most 1,024 bytes, no control characters.
@@ -146,11 +148,11 @@ impl HelloReply {
         match self {
             Self::Accepted { .. } => REPLY.encode(self),
             Self::Rejected {
-                expects,
+                connection,
                 code,
                 reason,
             } => REPLY.encode(&Self::Rejected {
-                expects: *expects,
+                connection: *connection,
                 code: *code,
                 reason: clean_reason(reason),
             }),

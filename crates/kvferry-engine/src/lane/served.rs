@@ -46,18 +46,21 @@ impl ServeJob {
         let mut tables = Vec::with_capacity(request.table_count());
         let mut holds: Vec<RegionHold> = Vec::new();
         let mut total = 0_u64;
+        // Once for all tables: a request may name many of both.
+        let blocks = request.block_count();
+        let end = request
+            .runs()
+            .map(|run| u64::from(run.first) + u64::from(run.count))
+            .max()
+            .unwrap_or(0);
         for id in request.tables() {
             let table =
                 table_of(id).ok_or_else(|| reject(RejectCode::UnknownTable, u64::from(id)))?;
             let count = table.description().block_count;
-            for run in request.runs() {
-                if u64::from(run.first) + u64::from(run.count) > u64::from(count) {
-                    let last = u64::from(run.first) + u64::from(run.count) - 1;
-                    return Err(reject(RejectCode::BlockOutOfRange, last));
-                }
+            if end > u64::from(count) {
+                return Err(reject(RejectCode::BlockOutOfRange, end - 1));
             }
-            total = request
-                .block_count()
+            total = blocks
                 .checked_mul(table.description().block_bytes)
                 .and_then(|bytes| total.checked_add(bytes))
                 .ok_or_else(|| reject(RejectCode::BlockOutOfRange, u64::MAX))?;
@@ -78,6 +81,11 @@ impl ServeJob {
             stream: 0,
             total,
         })
+    }
+
+    /// Bytes that the request keeps.
+    pub(crate) fn request_bytes(&self) -> usize {
+        self.request.len()
     }
 
     /// The table that the next byte comes from, for errors.

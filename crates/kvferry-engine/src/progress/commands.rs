@@ -15,7 +15,11 @@ impl Core {
     pub(super) fn command(&mut self, command: Command, fabric: &mut dyn Fabric) {
         match command {
             Command::Register { memory, reply } => {
-                let _ = reply.send(fabric.register(&memory));
+                let unheard = reply.send(fabric.register(&memory)).err();
+                if let Some(Ok(registered)) = unheard.map(|unheard| unheard.0) {
+                    // Whoever asked has given up.
+                    fabric.deregister(registered.handle);
+                }
             }
             Command::Release(release) => self.release(release, fabric),
             Command::Connect(command) => self.connect(*command, fabric),

@@ -135,7 +135,7 @@ impl Core {
             if lost > LOST_TIME {
                 tracing::warn!(?lost, "the progress thread was held up");
                 for peer in self.peers.values_mut() {
-                    peer.last_heard += lost;
+                    peer.was_away(lost);
                 }
             }
         }

@@ -93,15 +93,21 @@ impl Core {
         kvferry_wire::encode_hello(&Hello { expects, from }).map_err(|error| error.to_string())
     }
 
-    /// A whole greeting has come from an engine; `peer` is its state if there is one.
-    pub(super) fn hello(&mut self, source: Incarnation, peer: Option<u64>, hello: Hello) -> bool {
+    /// A whole greeting has come from an engine. If it is right, returns who greets; else it is
+    /// refused.
+    pub(super) fn hello(
+        &mut self,
+        source: Incarnation,
+        connection: u32,
+        hello: Hello,
+    ) -> Option<Description> {
         if hello.from.incarnation != source {
             self.protocol_violation("a greeting in another engine's name");
-            return false;
+            return None;
         }
         if hello.expects != self.shared.incarnation {
             let reply = HelloReply::Rejected {
-                expects: hello.expects,
+                connection,
                 code: HelloRejectCode::WrongIncarnation,
                 reason: format!(
                     "this address belongs to engine {} incarnation {} now; fetch its description again",
@@ -109,39 +115,37 @@ impl Core {
                 ),
             };
             self.refuse(hello.from, &reply);
-            return false;
+            return None;
         }
         if self.shutdown.is_some() {
             let reply = HelloReply::Rejected {
-                expects: hello.expects,
+                connection,
                 code: HelloRejectCode::ShuttingDown,
                 reason: format!("engine {} is shutting down", self.shared.config.engine_id),
             };
             self.refuse(hello.from, &reply);
-            return false;
+            return None;
         }
         let ours = &self.shared.config.compatibility;
         if let Some(reason) = incompatibility(ours, &hello.from.compatibility) {
             let reply = HelloReply::Rejected {
-                expects: hello.expects,
+                connection,
                 code: HelloRejectCode::Incompatible,
                 reason,
             };
             self.refuse(hello.from, &reply);
-            return false;
+            return None;
         }
-        match peer {
-            // Both sides greeted at once: theirs is answered here, ours will be there.
-            Some(id) => self.accept(id),
-            None => return true,
-        }
-        false
+        Some(hello.from)
     }
 
     /// Makes a peer of a stranger whose greeting was right.
-    pub(super) fn welcome(&mut self, description: Description, connection: u32, inbox: Box<Inbox>) {
-        let id = self.add_peer(Arc::new(description), Phase::Ready, Some(connection), inbox);
+    pub(super) fn welcome(&mut self, description: Description, connection: u32) -> u64 {
+        let inbox = Box::new(Inbox::new());
+        let description = Arc::new(description);
+        let id = self.add_peer(description, Phase::Ready, Some(connection), inbox);
         self.actions.push(Action::Connect(id));
+        id
     }
 
     /// Makes the endpoint back to a peer that greeted us, and answers.
@@ -163,8 +167,11 @@ impl Core {
                     transports = %peer.transports,
                     "greeted by a peer"
                 );
+                let inbound = peer.inbound;
                 add(&self.counters().peers_connected, 1);
-                self.accept(id);
+                if let Some(connection) = inbound {
+                    self.accept(id, connection);
+                }
             }
             Err(error) => {
                 tracing::warn!(peer = %peer.name(), %error, "no endpoint back to a peer that greeted");
@@ -173,9 +180,11 @@ impl Core {
         }
     }
 
-    fn accept(&mut self, id: u64) {
+    /// Answers a greeting that came on the peer's connection `connection`.
+    pub(super) fn accept(&mut self, id: u64, connection: u32) {
         let reply = HelloReply::Accepted {
             incarnation: self.shared.incarnation,
+            connection,
         };
         match kvferry_wire::encode_hello_reply(&reply) {
             Ok(message) => self.push_message(id, message),
@@ -222,43 +231,57 @@ impl Core {
         }
     }
 
-    /// Our greeting was answered. `peer` is who answered; a refusal may come from a stranger.
-    pub(super) fn hello_reply(&mut self, source: Incarnation, reply: HelloReply) {
+    /// Our greeting was answered. Returns whose answer it is if the peer can be used; a refusal may
+    /// come from a stranger.
+    pub(super) fn hello_reply(&mut self, source: Incarnation, reply: HelloReply) -> Option<u64> {
         match reply {
-            HelloReply::Accepted { incarnation } => {
-                let id = self.by_incarnation.get(&incarnation).copied();
+            HelloReply::Accepted {
+                incarnation,
+                connection,
+            } => {
+                let id = self.greeting_on(connection).filter(|id| {
+                    let peer = self.peers.get(id);
+                    incarnation == source && peer.is_some_and(|peer| peer.incarnation() == source)
+                });
                 match id {
-                    Some(id) if incarnation == source => self.actions.push(Action::Greeted(id)),
-                    _ => self.protocol_violation("an answer to a greeting that was not sent"),
+                    Some(id) => self.actions.push(Action::Greeted(id)),
+                    None => self.protocol_violation("an answer to a greeting that was not sent"),
                 }
+                id
             }
             HelloReply::Rejected {
-                expects,
+                connection,
                 code,
                 reason,
             } => {
-                let id = self.by_incarnation.get(&expects).copied();
-                let Some(id) = id else {
+                let Some(id) = self.greeting_on(connection) else {
                     self.protocol_violation("a refusal of a greeting that was not sent");
-                    return;
+                    return None;
                 };
-                let Some(peer) = self.peers.get_mut(&id) else {
-                    return;
-                };
-                let Phase::Greeting { waiters, .. } = &mut peer.phase else {
-                    return;
-                };
-                let waiters = std::mem::take(waiters);
+                let peer = self.peers.get_mut(&id)?;
                 let name = peer.name();
-                for waiter in waiters {
-                    let _ = waiter.reply.send(Err(ConnectError::Refused {
-                        peer: name.clone(),
-                        reason: format!("{code}: {reason}"),
-                    }));
+                if let Phase::Greeting { waiters, .. } = &mut peer.phase {
+                    for waiter in std::mem::take(waiters) {
+                        let _ = waiter.reply.send(Err(ConnectError::Refused {
+                            peer: name.clone(),
+                            reason: format!("{code}: {reason}"),
+                        }));
+                    }
                 }
                 self.lose(id, "the greeting was refused");
+                None
             }
         }
+    }
+
+    /// The peer that we greet on the connection of this number.
+    fn greeting_on(&self, connection: u32) -> Option<u64> {
+        self.peers
+            .values()
+            .find(|peer| {
+                peer.connection() == connection && matches!(peer.phase, Phase::Greeting { .. })
+            })
+            .map(|peer| peer.id)
     }
 
     /// Our greeting was answered: the peer can be used.

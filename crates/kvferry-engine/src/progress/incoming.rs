@@ -18,6 +18,8 @@ use crate::service::{PeerId, Sender};
 const MAX_LAG: Duration = Duration::from_secs(1);
 /// Read requests of one peer that may wait; more are refused as busy.
 const MAX_JOBS: usize = 1024;
+/// Bytes of such requests together.
+const MAX_JOB_BYTES: usize = 64 << 20;
 
 impl Sink for Core {
     fn segment(&mut self, bytes: &[u8]) {
@@ -70,11 +72,11 @@ impl Core {
     fn arrived(&mut self, segment: &Segment<'_>) {
         let source = segment.header.source;
         let connection = segment.header.connection;
-        let known = self.by_incarnation.get(&source).copied();
+        let id = self.by_incarnation.get(&source).copied();
         let for_us = segment.header.destination == self.shared.incarnation;
-        if let (Some(id), true) = (known, for_us)
+        if let (Some(id), true) = (id, for_us)
             && let Some(peer) = self.peers.get_mut(&id)
-            && peer.is_from(connection)
+            && peer.inbound == Some(connection)
         {
             peer.last_heard = self.now;
             peer.suspect = false;
@@ -93,64 +95,93 @@ impl Core {
             }
             return;
         }
-        self.stranger(segment);
+        // A connection of ours that the other side has said nothing on yet.
+        let unbound = id.filter(|id| {
+            for_us
+                && self
+                    .peers
+                    .get(id)
+                    .is_some_and(|peer| peer.inbound.is_none())
+        });
+        self.stranger(segment, unbound);
     }
 
-    /// A segment of an engine, or a connection, that has not greeted. Only a greeting or the refusal
-    /// of ours is of interest, also if it was meant for an earlier life at our address.
-    fn stranger(&mut self, segment: &Segment<'_>) {
+    /// A segment of a connection that nobody has greeted on. Only a greeting, or the answer to ours,
+    /// makes it somebody's; also if it was meant for an earlier life at our address.
+    fn stranger(&mut self, segment: &Segment<'_>, unbound: Option<u64>) {
         let source = segment.header.source;
         let key = (source, segment.header.connection);
-        if !self.strangers.contains_key(&key) {
-            if self.strangers.len() >= MAX_STRANGERS {
-                let oldest = self
-                    .strangers
-                    .iter()
-                    .min_by_key(|(_, s)| s.since)
-                    .map(|(k, _)| *k);
-                if let Some(oldest) = oldest {
-                    self.strangers.remove(&oldest);
-                }
-            }
-            let stranger = Stranger {
-                inbox: Box::new(Inbox::new()),
-                since: self.now,
-            };
-            self.strangers.insert(key, stranger);
-            self.schedule_peer_tick();
-        }
-        let Some(mut stranger) = self.strangers.remove(&key) else {
-            return;
-        };
-        let mut welcome = None;
-        let result = stranger.inbox.accept(segment, &mut |arrival| {
-            let Arrival::Message(bytes) = arrival else {
-                self.drop_segment("data of a stranger");
-                return;
-            };
-            match Message::parse(bytes) {
-                Ok(Message::Hello(hello)) => {
-                    let from = hello.from.clone();
-                    if self.hello(source, None, hello) {
-                        welcome = Some(from);
-                    }
-                }
-                Ok(Message::HelloReply(reply)) => self.hello_reply(source, reply),
-                Ok(other) => {
-                    let what = other.kind_name();
-                    self.drop_segment(&format!("{what} of a stranger"));
-                }
-                Err(error) => self.drop_segment(&error.to_string()),
-            }
+        let mut stranger = self.strangers.remove(&key).unwrap_or_else(|| Stranger {
+            inbox: Box::new(Inbox::new()),
+            since: self.now,
         });
-        match (result, welcome) {
-            (Ok(_), Some(description)) => {
-                self.welcome(description, key.1, stranger.inbox);
+        let mut adopted = None;
+        let result = stranger
+            .inbox
+            .accept(segment, &mut |arrival| match adopted {
+                Some(id) => self.deliver(id, source, arrival),
+                None => adopted = self.stranger_says(key, unbound, arrival),
+            });
+        match (adopted, result) {
+            (Some(id), Ok(_)) => {
+                if let Some(peer) = self.peers.get_mut(&id) {
+                    peer.inbound = Some(key.1);
+                    peer.inbox = Some(stranger.inbox);
+                    peer.last_heard = self.now;
+                }
             }
-            (Ok(_), None) => {
-                self.strangers.insert(key, stranger);
+            (Some(id), Err(error)) => self.lose(id, &error.to_string()),
+            (None, Ok(_)) => self.keep_stranger(key, stranger),
+            (None, Err(error)) => self.drop_segment(&error.to_string()),
+        }
+    }
+
+    fn keep_stranger(&mut self, key: (Incarnation, u32), stranger: Stranger) {
+        if self.strangers.len() >= MAX_STRANGERS {
+            let oldest = self.strangers.iter().min_by_key(|(_, other)| other.since);
+            if let Some(oldest) = oldest.map(|(key, _)| *key) {
+                self.strangers.remove(&oldest);
             }
-            (Err(error), _) => self.drop_segment(&error.to_string()),
+        }
+        self.strangers.insert(key, stranger);
+        self.schedule_peer_tick();
+    }
+
+    /// What a stranger's message makes of it: the peer whose connection this is from now on.
+    fn stranger_says(
+        &mut self,
+        (source, connection): (Incarnation, u32),
+        unbound: Option<u64>,
+        arrival: Arrival<'_>,
+    ) -> Option<u64> {
+        let Arrival::Message(bytes) = arrival else {
+            self.drop_segment("data of a stranger");
+            return None;
+        };
+        match Message::parse(bytes) {
+            Ok(Message::Hello(hello)) => {
+                let from = self.hello(source, connection, hello)?;
+                Some(match unbound {
+                    // Both sides greeted at once: theirs is answered here, ours will be there.
+                    Some(id) => {
+                        self.accept(id, connection);
+                        id
+                    }
+                    None => self.welcome(from, connection),
+                })
+            }
+            Ok(Message::HelloReply(reply)) => self
+                .hello_reply(source, reply)
+                .filter(|&id| Some(id) == unbound),
+            Ok(other) => {
+                let what = other.kind_name();
+                self.drop_segment(&format!("{what} of a stranger"));
+                None
+            }
+            Err(error) => {
+                self.drop_segment(&error.to_string());
+                None
+            }
         }
     }
 
@@ -179,9 +210,16 @@ impl Core {
     fn message(&mut self, peer: u64, source: Incarnation, message: Message<'_>, bytes: &[u8]) {
         match message {
             Message::Hello(hello) => {
-                self.hello(source, Some(peer), hello);
+                let inbound = self.peers.get(&peer).and_then(|state| state.inbound);
+                if let Some(connection) = inbound
+                    && self.hello(source, connection, hello).is_some()
+                {
+                    self.accept(peer, connection);
+                }
             }
-            Message::HelloReply(reply) => self.hello_reply(source, reply),
+            Message::HelloReply(reply) => {
+                self.hello_reply(source, reply);
+            }
             Message::Ping { token } => {
                 self.push_message(peer, kvferry_wire::encode_pong(token));
             }
@@ -225,11 +263,16 @@ impl Core {
         let Some(state) = self.peers.get_mut(&peer) else {
             return;
         };
-        if !matches!(state.phase, Phase::Ready) {
-            return;
-        }
         let transfer = request.transfer();
-        let job = if state.jobs.len() >= MAX_JOBS {
+        let waiting: usize = state.jobs.iter().map(ServeJob::request_bytes).sum();
+        // The peer is ready as soon as it has answered, even if its answer is still to be acted on.
+        let job = if !matches!(state.phase, Phase::Ready | Phase::Greeting { .. }) {
+            Err(kvferry_wire::ReadRejected {
+                transfer,
+                code: kvferry_wire::RejectCode::Withdrawn,
+                detail: request.tables().next().map_or(0, u64::from),
+            })
+        } else if state.jobs.len() >= MAX_JOBS || waiting + bytes.len() > MAX_JOB_BYTES {
             Err(kvferry_wire::ReadRejected {
                 transfer,
                 code: kvferry_wire::RejectCode::Busy,

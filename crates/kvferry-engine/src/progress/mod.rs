@@ -16,6 +16,7 @@ mod pump;
 mod timers;
 mod transfers;
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -30,6 +31,9 @@ use crate::shared::Shared;
 
 /// Deadlines are judged at least this often, also while the fabric never runs dry.
 const TIMERS_AT_LEAST_EVERY: Duration = Duration::from_millis(100);
+
+/// Submissions that one turn takes.
+const COMMANDS_PER_TURN: usize = 256;
 
 pub(crate) struct Progress<F> {
     fabric: F,
@@ -56,6 +60,15 @@ impl<F: Fabric> Progress<F> {
         let span = tracing::info_span!("engine", id = %self.shared.config.engine_id);
         let _entered = span.enter();
         tracing::debug!(incarnation = %self.shared.incarnation, "progress thread started");
+        // A service is somebody else's code: its panic must not leave transfers without an end.
+        let turns = catch_unwind(AssertUnwindSafe(|| self.turns()));
+        if turns.is_err() {
+            tracing::error!("the progress thread panicked; the engine is shut down");
+        }
+        self.end();
+    }
+
+    fn turns(&mut self) {
         let mut last_busy = Instant::now();
         let mut last_timers = Instant::now();
         loop {
@@ -83,16 +96,17 @@ impl<F: Fabric> Progress<F> {
                 self.sleep();
             }
         }
-        self.end();
     }
 
     fn drain_commands(&mut self) -> bool {
-        let mut any = false;
-        while let Some(command) = self.shared.commands.pop() {
-            any = true;
+        // Bounded, so that callers who submit without a pause do not keep the fabric waiting.
+        for taken in 0..COMMANDS_PER_TURN {
+            let Some(command) = self.shared.commands.pop() else {
+                return taken > 0;
+            };
             self.core.command(command, &mut self.fabric);
         }
-        any
+        true
     }
 
     fn sleep(&mut self) {
@@ -121,12 +135,13 @@ impl<F: Fabric> Progress<F> {
 
     /// Takes the fabric down and answers whoever waits.
     fn end(mut self) {
-        self.shared.mark_stopped();
         let deadline = self.core.end_deadline();
         self.fabric.shutdown(&mut self.core, deadline);
         self.core.abandon();
-        self.shared.refuse_commands();
         drop(self.fabric);
+        // Only now does nothing touch memory any more, which is what a stopped engine says.
+        self.shared.mark_stopped();
+        self.shared.refuse_commands();
         tracing::debug!("progress thread ended");
         self.core.answer_shutdown();
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crossbeam::channel::Sender;
 use kvferry_wire::{Description, Incarnation, TransferId};
@@ -84,25 +84,6 @@ pub(super) struct PeerState {
     pub(super) queued: bool,
 }
 
-/// Where a segment with a connection's number belongs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Belongs {
-    Here,
-    /// To this connection, whose number is now known; what came before did not.
-    Anew,
-    Elsewhere,
-}
-
-fn belongs(known: Option<u32>, connection: u32, greeting: bool) -> Belongs {
-    match known {
-        None => Belongs::Anew,
-        Some(known) if known == connection => Belongs::Here,
-        // Numbers ascend and may wrap.
-        Some(known) if greeting && (connection.wrapping_sub(known) as i32) > 0 => Belongs::Anew,
-        Some(_) => Belongs::Elsewhere,
-    }
-}
-
 impl PeerState {
     pub(super) fn incarnation(&self) -> Incarnation {
         self.description.incarnation
@@ -120,22 +101,21 @@ impl PeerState {
         matches!(self.phase, Phase::Ready)
     }
 
-    /// True if a segment of the peer's connection `connection` belongs to this one.
-    ///
-    /// Until our greeting is answered the peer's number is not known for sure: what comes first may
-    /// be a late segment of an earlier connection. The numbers of one life ascend, so a later one
-    /// takes its place.
-    pub(super) fn is_from(&mut self, connection: u32) -> bool {
-        let greeting = matches!(self.phase, Phase::Greeting { .. });
-        match belongs(self.inbound, connection, greeting) {
-            Belongs::Here => true,
-            Belongs::Elsewhere => false,
-            Belongs::Anew => {
-                self.inbound = Some(connection);
-                self.inbox = Some(Box::new(Inbox::new()));
-                true
-            }
+    /// Time that our own thread was away is not held against the peer.
+    pub(super) fn was_away(&mut self, lost: Duration) {
+        self.last_heard += lost;
+        if let Some((_, since)) = &mut self.gap {
+            *since += lost;
         }
+        if let Phase::Greeting { deadline, .. } = &mut self.phase {
+            *deadline += lost;
+        }
+    }
+
+    /// Our number for the connection, as segments carry it. The low half of the id is enough: it
+    /// only has to differ from other connections that are remembered somewhere.
+    pub(super) fn connection(&self) -> u32 {
+        self.id as u32
     }
 
     /// True if the same worker of the same engine is meant, in whatever life.
@@ -318,31 +298,5 @@ impl Core {
     /// The endpoint is closed and everything on it was reported: nothing is left of the peer.
     pub(super) fn forget_peer(&mut self, id: u64) {
         self.peers.remove(&id);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_late_segment_of_an_earlier_connection_is_told_apart() {
-        for (known, connection, greeting, expected) in [
-            (None, 7, true, Belongs::Anew),
-            (Some(7), 7, true, Belongs::Here),
-            (Some(7), 8, true, Belongs::Anew),
-            (Some(8), 7, true, Belongs::Elsewhere),
-            (Some(u32::MAX), 0, true, Belongs::Anew),
-            (Some(0), u32::MAX, true, Belongs::Elsewhere),
-            // Once the greeting was answered, a later number is a new greeting.
-            (Some(7), 8, false, Belongs::Elsewhere),
-            (None, 7, false, Belongs::Anew),
-        ] {
-            assert_eq!(
-                belongs(known, connection, greeting),
-                expected,
-                "{known:?} {connection}"
-            );
-        }
     }
 }

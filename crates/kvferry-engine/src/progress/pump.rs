@@ -173,8 +173,7 @@ impl Core {
         let header = SegmentHeader {
             source,
             destination,
-            // The low half is enough: it only has to differ from the peer's earlier connections.
-            connection: peer.id as u32,
+            connection: peer.connection(),
             sequence: peer.sequence,
             body,
         };

@@ -130,8 +130,9 @@ impl Core {
                 return true;
             }
             if let Some((_, reply)) = release.waiter.take_if(|(until, _)| *until <= now) {
-                let _ = reply.send(operations);
+                // Counted first, so that whoever is told finds it counted.
                 add(&counters.quarantined_regions, 1);
+                let _ = reply.send(operations);
             }
             true
         });

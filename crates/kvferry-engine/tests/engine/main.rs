@@ -4,6 +4,7 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod ends;
 mod memory;
 mod messages;
 mod peers;

@@ -162,3 +162,46 @@ fn a_region_in_use_is_busy_and_given_up_afterwards() {
     engine.register(&memory).unwrap();
     assert_eq!(engine.counters().quarantined_regions, 0);
 }
+
+/// A read that races with the end of its region either holds the region or does not start.
+#[test]
+fn a_region_is_not_written_after_it_was_given_up() {
+    let kind = loopback();
+    let producer = side(engine(&kind, "producer"), 1, 64, 64, 0);
+    producer.memory.fill(0, 4096, 0x11).unwrap();
+    let consumer = engine(&kind, "consumer");
+    let peer = connect(&consumer, &producer.engine, Lane::Served);
+    // Many runs, so that a submission takes a while.
+    let pairs: Vec<BlockPair> = (0..50_000_u32)
+        .map(|n| BlockPair::new(n % 64, (n * 7) % 64))
+        .collect();
+    for round in 0..200_u32 {
+        let memory = HostPool::new(4096).unwrap().region().unwrap();
+        let region = consumer.register(&memory).unwrap();
+        let table = consumer
+            .add_table(&region, TableSpec::dense(64, 64))
+            .unwrap();
+        let tables: Vec<_> = std::iter::once(table).zip(peer.tables()).collect();
+        let (ready, go) = mpsc::channel();
+        let reader = std::thread::spawn({
+            let (peer, pairs) = (peer.clone(), pairs.clone());
+            move || {
+                ready.send(()).unwrap();
+                peer.read(&tables, &pairs)
+            }
+        });
+        go.recv_timeout(PATIENCE).unwrap();
+        // Somewhere in the course of the submission, elsewhere each round.
+        for _ in 0..round * 500 {
+            std::hint::spin_loop();
+        }
+        region.deregister(PATIENCE).unwrap();
+        memory.fill(0, 4096, 0xEE).unwrap();
+        if let Ok(transfer) = reader.join().unwrap() {
+            let _ = transfer.wait(PATIENCE).unwrap();
+        }
+        let mut bytes = vec![0; 4096];
+        memory.read_at(0, &mut bytes).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == 0xEE), "round {round}");
+    }
+}

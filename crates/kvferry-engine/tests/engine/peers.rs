@@ -196,3 +196,85 @@ fn c40_engines_that_differ_in_what_must_be_equal_refuse_each_other() {
         assert_eq!(c.counters().peers_lost, 0, "a refused engine was no peer");
     }
 }
+
+#[test]
+fn a_peer_that_only_listens_is_not_given_up() {
+    let kind = loopback();
+    let quick = |name: &str| {
+        let mut config = config(name);
+        config.ping_interval = Duration::from_millis(20);
+        config.suspect_after = Duration::from_millis(100);
+        config.dead_after = Duration::from_millis(100);
+        config
+    };
+    let listener = start(
+        &kind,
+        Engine::builder(quick("b")).service(7, Box::new(Ignore)),
+    );
+    let speaker = start(&kind, Engine::builder(quick("a")));
+    let peer = connect(&speaker, &listener, Lane::Served);
+    // More than twice as long as it takes to be given up, and never quiet.
+    let begin = std::time::Instant::now();
+    until("half a second of messages", || {
+        peer.send(7, vec![1]).unwrap();
+        begin.elapsed() > Duration::from_millis(500)
+    });
+    assert!(peer.gone().is_none());
+}
+
+#[test]
+fn a_connection_made_anew_during_a_stream_is_not_taken_for_the_old_one() {
+    for kind in kinds() {
+        for _ in 0..10 {
+            let producer = side(engine(&kind, "producer"), 1, 64, 65_536, 0);
+            producer.fill();
+            let consumer = side(engine(&kind, "consumer"), 1, 64, 65_536, 0);
+            let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
+            let tables = with_tables(&consumer, &peer);
+            let pairs: Vec<BlockPair> = (0..64).map(|n| BlockPair::new(n, n)).collect();
+            let transfer = peer.read(&tables, &pairs).unwrap();
+            until("the first bytes", || {
+                consumer.engine.counters().served_bytes > 0
+            });
+            peer.disconnect();
+            let again = connect(&consumer.engine, &producer.engine, Lane::Served);
+            // Ended one way or the other before the new connection is used.
+            let _ = transfer.wait(PATIENCE).unwrap();
+            let tables = with_tables(&consumer, &again);
+            let read = again.read(&tables, &[BlockPair::new(5, 60)]).unwrap();
+            assert_eq!(read.wait(PATIENCE).unwrap().unwrap().bytes, 65_536);
+            assert_eq!(consumer.block(0, 5), producer.block(0, 60));
+        }
+    }
+}
+
+/// The peer is ready as soon as it has answered, and may ask before its answer was acted on.
+#[test]
+fn a_read_right_behind_the_answer_to_a_greeting_is_served() {
+    let kind = loopback();
+    let (service, a_parked) = park();
+    let a = start(&kind, Engine::builder(config("a")).service(7, service));
+    let (service, b_parked) = park();
+    let b = start(&kind, Engine::builder(config("b")).service(7, service));
+    let (a, b) = (side(a, 1, 4, 64, 0), side(b, 1, 4, 64, 0));
+    let (to_a, to_b) = (a.engine.describe().unwrap(), b.engine.describe().unwrap());
+    b_parked.park(&b.engine);
+    let greeting = {
+        let a = a.engine.clone();
+        std::thread::spawn(move || a.connect(to_b, LaneChoice::Pinned(Lane::Served)))
+    };
+    until("the greeting", || a.engine.counters().messages_sent == 1);
+    a_parked.park(&a.engine);
+    b_parked.go();
+    until("the answer", || b.engine.counters().peers_connected == 1);
+    let peer = b
+        .engine
+        .connect(to_a, LaneChoice::Pinned(Lane::Served))
+        .unwrap();
+    let tables = with_tables(&b, &peer);
+    let transfer = peer.read(&tables, &[BlockPair::new(0, 0)]).unwrap();
+    until("the request", || b.engine.counters().messages_sent == 2);
+    a_parked.go();
+    greeting.join().unwrap().unwrap();
+    assert_eq!(transfer.wait(PATIENCE).unwrap().unwrap().bytes, 64);
+}

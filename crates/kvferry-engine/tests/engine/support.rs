@@ -1,11 +1,12 @@
 //! Engines and tables to test with.
 
-use std::time::Duration;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
 
 use kvferry_engine::wire::EngineId;
 use kvferry_engine::{
     Engine, EngineBuilder, EngineConfig, HostPool, Lane, LaneChoice, LoopbackFabric,
-    LoopbackNetwork, MemoryRegion, Peer, RemoteTable, Table, TableSpec,
+    LoopbackNetwork, MemoryRegion, Peer, RemoteTable, Replies, Sender, Service, Table, TableSpec,
 };
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -122,4 +123,78 @@ pub(crate) fn connect(consumer: &Engine, producer: &Engine, lane: Lane) -> Peer 
     consumer
         .connect(producer.describe().unwrap(), LaneChoice::Pinned(lane))
         .unwrap()
+}
+
+/// A service that ignores what it hears.
+pub(crate) struct Ignore;
+
+impl Service for Ignore {
+    fn on_message(&mut self, _: Sender, _: &[u8], _: &mut Replies) {}
+
+    fn on_tick(&mut self, _: Instant, _: &mut Replies) -> Option<Instant> {
+        None
+    }
+}
+
+/// A service that holds the progress thread up when it is woken, until it is told to go on.
+pub(crate) struct Park {
+    parked: mpsc::Sender<()>,
+    go: mpsc::Receiver<()>,
+    first: bool,
+}
+
+impl Service for Park {
+    fn on_message(&mut self, _: Sender, _: &[u8], _: &mut Replies) {}
+
+    fn on_tick(&mut self, _: Instant, _: &mut Replies) -> Option<Instant> {
+        // The first call comes by itself when the engine starts.
+        if !std::mem::take(&mut self.first) {
+            let _ = self.parked.send(());
+            let _ = self.go.recv_timeout(PATIENCE);
+        }
+        None
+    }
+}
+
+/// The other end of a [`Park`].
+pub(crate) struct Parked {
+    is_parked: mpsc::Receiver<()>,
+    go: mpsc::Sender<()>,
+}
+
+impl Parked {
+    /// Holds the engine's thread up.
+    pub(crate) fn park(&self, engine: &Engine) {
+        engine.wake_services().unwrap();
+        self.is_parked.recv_timeout(PATIENCE).unwrap();
+    }
+
+    /// Lets it go on.
+    pub(crate) fn go(&self) {
+        self.go.send(()).unwrap();
+    }
+}
+
+pub(crate) fn park() -> (Box<Park>, Parked) {
+    let (parked, is_parked) = mpsc::channel();
+    let (go, told) = mpsc::channel();
+    let service = Park {
+        parked,
+        go: told,
+        first: true,
+    };
+    (Box::new(service), Parked { is_parked, go })
+}
+
+/// Waits, by turns of the scheduler, until something has been counted.
+pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !happened() {
+        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        std::thread::yield_now();
+    }
+}
+
+pub(crate) fn loopback() -> Kind {
+    Kind::Loopback(LoopbackNetwork::new())
 }

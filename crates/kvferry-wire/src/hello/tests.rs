@@ -15,7 +15,7 @@ fn codes_print_in_words() {
 #[test]
 fn the_version_comes_first() {
     let reply = HelloReply::Rejected {
-        expects: Incarnation::from_bytes([9; 16]).unwrap(),
+        connection: 9,
         code: HelloRejectCode::Version,
         reason: String::new(),
     };

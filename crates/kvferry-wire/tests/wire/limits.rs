@@ -387,7 +387,7 @@ fn a_size_that_is_only_announced_reserves_nothing() {
 fn reasons_are_cut_and_cleaned_when_they_are_sent() {
     let reason = format!("a\nb\u{1b}[31m{}", "\u{e9}".repeat(2_000));
     let reply = HelloReply::Rejected {
-        expects: samples::incarnation(1),
+        connection: 9,
         code: kvferry_wire::HelloRejectCode::Version,
         reason,
     };
@@ -416,7 +416,7 @@ fn reasons_that_were_not_cleaned_are_refused() {
     for reason in ["\u{7}".to_owned(), "x".repeat(1_025)] {
         let code = kvferry_wire::HelloRejectCode::Version;
         let rejected = unchecked(&HelloReply::Rejected {
-            expects: samples::incarnation(1),
+            connection: 9,
             code,
             reason: reason.clone(),
         });

@@ -198,9 +198,12 @@ fn hello_reply() -> impl Strategy<Value = HelloReply> {
         HelloRejectCode::ShuttingDown,
     ]);
     prop_oneof![
-        incarnation().prop_map(|incarnation| HelloReply::Accepted { incarnation }),
-        (incarnation(), code, text()).prop_map(|(expects, code, reason)| HelloReply::Rejected {
-            expects,
+        (incarnation(), any::<u32>()).prop_map(|(incarnation, connection)| HelloReply::Accepted {
+            incarnation,
+            connection,
+        }),
+        (any::<u32>(), code, text()).prop_map(|(connection, code, reason)| HelloReply::Rejected {
+            connection,
             code,
             reason
         }),

@@ -144,6 +144,7 @@ fn packed(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
     add("hello", "hello", hello.encode().unwrap());
     let accepted = HelloReply::Accepted {
         incarnation: incarnation(2),
+        connection: 9,
     };
     add("hello", "accepted", accepted.encode().unwrap());
     add("hello", "rejected", rejection().encode().unwrap());
@@ -256,7 +257,7 @@ pub(crate) fn reader() -> ReaderId {
 
 fn rejection() -> HelloReply {
     HelloReply::Rejected {
-        expects: incarnation(2),
+        connection: 9,
         code: HelloRejectCode::Incompatible,
         reason: "block_bytes is 8192 here and 4096 there".to_owned(),
     }
