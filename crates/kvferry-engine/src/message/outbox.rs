@@ -31,14 +31,7 @@ impl Outbox {
 
     /// Takes the next piece of at most `max` bytes.
     pub(crate) fn next_piece(&mut self, max: usize) -> Option<Piece<'_>> {
-        if self
-            .queue
-            .front()
-            .is_some_and(|front| front.len() == self.taken)
-        {
-            self.queue.pop_front();
-            self.taken = 0;
-        }
+        self.settle();
         let front = self.queue.front()?;
         let start = self.taken;
         let end = front.len().min(start + max);
