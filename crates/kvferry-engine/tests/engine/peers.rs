@@ -125,16 +125,25 @@ fn shutdown_ends_transfers_peers_and_handles() {
     }
 }
 
+/// A silent peer is given up after two seconds: long for a busy machine, short for a test.
+fn impatient(name: &str) -> kvferry_engine::EngineConfig {
+    let mut config = config(name);
+    config.ping_interval = Duration::from_millis(50);
+    config.suspect_after = Duration::from_secs(1);
+    config.dead_after = Duration::from_secs(1);
+    config
+}
+
+/// Longer than [`impatient`] engines wait for a silent peer.
+const LONGER_THAN_PATIENCE: Duration = Duration::from_millis(2500);
+
 /// A consumer that only receives says nothing by itself; it answers pings, and is not given up
 /// while a long read streams to it.
 #[test]
 fn a_read_longer_than_every_patience_with_silence_succeeds() {
     let network = LoopbackNetwork::new();
     let start = |name: &str| {
-        let mut config = config(name);
-        config.ping_interval = Duration::from_millis(20);
-        config.suspect_after = Duration::from_millis(100);
-        config.dead_after = Duration::from_millis(100);
+        let config = impatient(name);
         let network = network.clone();
         // Small segments, so that the read takes its time.
         let builder = Engine::builder(config);
@@ -148,14 +157,16 @@ fn a_read_longer_than_every_patience_with_silence_succeeds() {
     let tables = with_tables(&consumer, &peer);
     let pairs: Vec<BlockPair> = (0..64).map(|n| BlockPair::new(n, 63 - n)).collect();
     let mut longest = Duration::ZERO;
-    // As often as it takes to be long enough on this machine.
-    while longest < Duration::from_millis(250) {
-        let together: Vec<_> = (0..8)
+    let mut together = 8;
+    // As many at once as it takes to be long enough on this machine.
+    while longest < LONGER_THAN_PATIENCE {
+        let transfers: Vec<_> = (0..together)
             .map(|_| peer.read(&tables, &pairs).unwrap())
             .collect();
-        for transfer in together {
+        for transfer in transfers {
             longest = longest.max(transfer.wait(PATIENCE).unwrap().unwrap().elapsed);
         }
+        together *= 2;
     }
     assert_eq!(producer.engine.counters().peers_lost, 0);
     assert_eq!(consumer.engine.counters().peers_lost, 0);
@@ -200,24 +211,17 @@ fn c40_engines_that_differ_in_what_must_be_equal_refuse_each_other() {
 #[test]
 fn a_peer_that_only_listens_is_not_given_up() {
     let kind = loopback();
-    let quick = |name: &str| {
-        let mut config = config(name);
-        config.ping_interval = Duration::from_millis(20);
-        config.suspect_after = Duration::from_millis(100);
-        config.dead_after = Duration::from_millis(100);
-        config
-    };
     let listener = start(
         &kind,
-        Engine::builder(quick("b")).service(7, Box::new(Ignore)),
+        Engine::builder(impatient("b")).service(7, Box::new(Ignore)),
     );
-    let speaker = start(&kind, Engine::builder(quick("a")));
+    let speaker = start(&kind, Engine::builder(impatient("a")));
     let peer = connect(&speaker, &listener, Lane::Served);
-    // More than twice as long as it takes to be given up, and never quiet.
+    // Longer than it takes to be given up, and never quiet.
     let begin = std::time::Instant::now();
-    until("half a second of messages", || {
+    until("messages for a while", || {
         peer.send(7, vec![1]).unwrap();
-        begin.elapsed() > Duration::from_millis(500)
+        begin.elapsed() > LONGER_THAN_PATIENCE
     });
     assert!(peer.gone().is_none());
 }
