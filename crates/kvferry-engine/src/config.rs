@@ -8,6 +8,18 @@ use kvferry_wire::{EngineId, Instance, Rank};
 use crate::error::EngineError;
 
 /// An engine's configuration. Made by [`EngineConfig::new`] and changed field by field.
+///
+/// ```
+/// use std::time::Duration;
+/// use kvferry_engine::EngineConfig;
+/// use kvferry_engine::wire::EngineId;
+///
+/// let mut config = EngineConfig::new(EngineId::new("prefill-0")?);
+/// config.transfer_timeout = Duration::from_secs(5);
+/// config.compatibility.insert("dtype".into(), "bfloat16".into());
+/// config.validate()?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct EngineConfig {

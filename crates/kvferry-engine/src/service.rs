@@ -60,9 +60,29 @@ impl Replies {
 
 /// A part of an upper layer that runs on the engine's progress thread.
 ///
-/// Every method must return at once: while it runs, nothing else of the engine does. Messages that
+/// Every method must return at once: while it runs, nothing else of the engine does. Blocking calls
+/// of [`Engine`](crate::Engine) (register, connect, deregister, shutdown) only time out here. Messages that
 /// arrived are always delivered before [`on_tick`](Self::on_tick), so a service that judges
 /// deadlines there has seen everything that came in time.
+///
+/// ```
+/// use std::time::Instant;
+/// use kvferry_engine::{Replies, Sender, Service};
+///
+/// /// Answers every message with its length.
+/// struct Lengths;
+///
+/// impl Service for Lengths {
+///     fn on_message(&mut self, from: Sender, payload: &[u8], replies: &mut Replies) {
+///         let length = payload.len() as u64;
+///         replies.send(from.peer, 7, length.to_le_bytes().to_vec());
+///     }
+///
+///     fn on_tick(&mut self, _now: Instant, _replies: &mut Replies) -> Option<Instant> {
+///         None // it has no deadlines
+///     }
+/// }
+/// ```
 pub trait Service: Send {
     /// A peer's message on this service's channel. The bytes are the peer's: parse, never trust.
     fn on_message(&mut self, from: Sender, payload: &[u8], replies: &mut Replies);

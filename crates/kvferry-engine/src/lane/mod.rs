@@ -50,6 +50,13 @@ impl fmt::Display for Lane {
 }
 
 /// Which lane a caller wants.
+///
+/// ```
+/// use kvferry_engine::{Lane, LaneChoice};
+///
+/// assert_eq!("auto".parse(), Ok(LaneChoice::Auto));
+/// assert_eq!("served".parse(), Ok(LaneChoice::Pinned(Lane::Served)));
+/// ```
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum LaneChoice {
     /// The first usable one in order of preference. Emulated reads are never chosen.

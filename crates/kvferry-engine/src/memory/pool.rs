@@ -21,6 +21,19 @@ pub struct HostPoolOptions {
 ///
 /// All pages exist when the constructor returns, so that "no space" is an error there and not a
 /// SIGBUS later; the file can neither shrink nor grow, so that a peer that maps it is as safe.
+///
+/// ```
+/// use kvferry_engine::HostPool;
+///
+/// let memory = HostPool::new(1 << 20)?.region()?;
+/// memory.write_at(4096, b"block 1")?;
+/// let mut bytes = [0; 7];
+/// memory.read_at(4096, &mut bytes)?;
+/// assert_eq!(&bytes, b"block 1");
+/// // An access outside says so, with its numbers.
+/// assert!(memory.write_at(1 << 20, b"x").is_err());
+/// # Ok::<(), kvferry_engine::MemoryError>(())
+/// ```
 #[derive(Debug)]
 pub struct HostPool {
     file: File,
