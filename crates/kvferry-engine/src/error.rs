@@ -248,7 +248,8 @@ pub enum ConnectError {
         /// Why not.
         reason: String,
     },
-    /// A description of this very engine, or something else that makes no sense.
+    /// A description of this very engine, of one that differs in what must be equal, or something
+    /// else that makes no sense.
     #[error("the description is refused: {reason}")]
     BadDescription {
         /// What is wrong.

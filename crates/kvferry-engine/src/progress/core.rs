@@ -143,6 +143,11 @@ impl Core {
         now
     }
 
+    /// Lets go of the services, for an end that must not call them.
+    pub(super) fn drop_services(&mut self) {
+        self.services.clear();
+    }
+
     /// Does what reports asked for. True if there was anything.
     pub(super) fn act(&mut self, fabric: &mut dyn Fabric) -> bool {
         let mut any = false;

@@ -64,6 +64,8 @@ impl<F: Fabric> Progress<F> {
         let turns = catch_unwind(AssertUnwindSafe(|| self.turns()));
         if turns.is_err() {
             tracing::error!("the progress thread panicked; the engine is shut down");
+            // Whatever panicked is not called again.
+            self.core.drop_services();
         }
         self.end();
     }

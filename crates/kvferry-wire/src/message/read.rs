@@ -277,7 +277,8 @@ pub enum RejectCode {
     BlockOutOfRange = 2,
     /// Too many reads at once; the detail is their number.
     Busy = 3,
-    /// The table's region is being withdrawn; the detail is the table's id.
+    /// The table cannot be read any more: its region or the connection ends, or its memory cannot be
+    /// copied; the detail is the table's id.
     Withdrawn = 4,
 }
 
