@@ -89,6 +89,15 @@ impl SendBuffer {
         }
     }
 
+    /// A buffer that holds this segment, for tests of fabrics and of peers.
+    #[must_use]
+    pub fn holding(segment: &[u8]) -> Self {
+        Self {
+            bytes: segment.into(),
+            filled: segment.len(),
+        }
+    }
+
     /// The segment.
     #[must_use]
     pub fn segment(&self) -> &[u8] {

@@ -204,6 +204,8 @@ fn c40_engines_that_differ_in_what_must_be_equal_refuse_each_other() {
         let error = a.connect(lie, LaneChoice::Auto).unwrap_err();
         assert!(matches!(error, ConnectError::Refused { .. }), "{error}");
         assert!(error.to_string().contains("dtype"), "{error}");
+        // The end of the refusals' connections, too, is no loss of a peer.
+        c.shutdown(PATIENCE).unwrap();
         assert_eq!(c.counters().peers_lost, 0, "a refused engine was no peer");
     }
 }

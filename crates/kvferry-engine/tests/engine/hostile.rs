@@ -1,0 +1,184 @@
+//! A peer that speaks the protocol and means harm, made of a bare fabric.
+
+use std::time::Instant;
+
+use kvferry_engine::fabric::{EndpointId, ReadToken, SendBuffer, Sink};
+use kvferry_engine::wire::{
+    Description, HelloReply, Incarnation, Message, SEGMENT_HEADER_BYTES, Segment, SegmentBody,
+    SegmentHeader, TransferId, encode_hello_reply,
+};
+use kvferry_engine::{
+    BlockPair, Engine, Fabric, FabricError, LaneChoice, LoopbackFabric, LoopbackNetwork, Peer,
+    Transfer, TransferError,
+};
+
+use crate::support::*;
+
+#[derive(Default)]
+struct Heard(Vec<Vec<u8>>);
+
+impl Sink for Heard {
+    fn segment(&mut self, bytes: &[u8]) {
+        self.0.push(bytes.to_vec());
+    }
+    fn sent(&mut self, _: EndpointId, _: SendBuffer, _: Result<(), FabricError>) {}
+    fn read_done(&mut self, _: ReadToken, _: Result<(), FabricError>) {}
+    fn endpoint_failed(&mut self, _: EndpointId, _: FabricError) {}
+    fn closed(&mut self, _: EndpointId) {}
+    fn protocol_error(&mut self, what: &'static str) {
+        panic!("{what}");
+    }
+}
+
+const TO_ENGINE: EndpointId = EndpointId(1);
+
+/// The peer's side of one connection.
+struct Hostile {
+    fabric: LoopbackFabric,
+    me: Incarnation,
+    engine: Incarnation,
+    sequence: u64,
+}
+
+impl Hostile {
+    /// The next segment from the engine that carries a whole message of interest.
+    fn hear<T>(&mut self, interest: impl Fn(&SegmentHeader, Message<'_>) -> Option<T>) -> T {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let mut heard = Heard::default();
+            self.fabric.progress(&mut heard);
+            for bytes in &heard.0 {
+                let segment = Segment::parse(bytes).unwrap();
+                let message = Message::parse(segment.payload).unwrap();
+                if let Some(found) = interest(&segment.header, message) {
+                    return found;
+                }
+            }
+            assert!(Instant::now() < deadline, "the engine says nothing");
+            std::thread::yield_now();
+        }
+    }
+
+    fn say(&mut self, body: SegmentBody, payload: &[u8]) {
+        let header = SegmentHeader {
+            source: self.me,
+            destination: self.engine,
+            connection: 1,
+            sequence: self.sequence,
+            body,
+        };
+        let mut head = [0; SEGMENT_HEADER_BYTES];
+        header.write(&mut head);
+        self.sequence += 1;
+        let buffer = SendBuffer::holding(&[&head[..], payload].concat());
+        self.fabric.send(TO_ENGINE, buffer).unwrap();
+    }
+
+    fn data(&mut self, transfer: TransferId, offset: u64, payload: &[u8]) {
+        self.say(SegmentBody::Data { transfer, offset }, payload);
+    }
+}
+
+/// An engine that reads 4 blocks of 64 bytes from a hostile peer, and the peer.
+fn reading() -> (Side, Peer, Transfer, Hostile, TransferId) {
+    let network = LoopbackNetwork::new();
+    let kind = Kind::Loopback(network.clone());
+    let consumer = side(engine(&kind, "consumer"), 1, 8, 64, 0);
+    consumer.memory.fill(0, 512, 0xEE).unwrap();
+    let mut hostile = Hostile {
+        fabric: LoopbackFabric::new(&network, 4096).unwrap(),
+        me: Incarnation::random().unwrap(),
+        engine: consumer.engine.incarnation(),
+        sequence: 0,
+    };
+    let description = Description {
+        incarnation: hostile.me,
+        engine: kvferry_engine::wire::EngineId::new("hostile").unwrap(),
+        addresses: hostile.fabric.addresses(),
+        ..consumer.engine.describe().unwrap()
+    };
+    let to_engine = consumer.engine.describe().unwrap().addresses;
+    hostile.fabric.connect(TO_ENGINE, &to_engine).unwrap();
+    let connecting = {
+        let engine = consumer.engine.clone();
+        std::thread::spawn(move || engine.connect(description, LaneChoice::Auto).unwrap())
+    };
+    let connection = hostile
+        .hear(|header, message| matches!(message, Message::Hello(_)).then_some(header.connection));
+    let accepted = encode_hello_reply(&HelloReply::Accepted {
+        incarnation: hostile.me,
+        connection,
+    })
+    .unwrap();
+    let whole = SegmentBody::Message {
+        message_bytes: accepted.len() as u32,
+        offset: 0,
+    };
+    hostile.say(whole, &accepted);
+    let peer = connecting.join().unwrap();
+    // It describes a native lane; the reads here are served ones.
+    let engine: &Engine = &consumer.engine;
+    let served = LaneChoice::Pinned(kvferry_engine::Lane::Served);
+    let peer = engine.connect(peer.description().clone(), served).unwrap();
+    let pairs: Vec<BlockPair> = (0..4).map(|n| BlockPair::new(n, n)).collect();
+    let transfer = peer.read(&with_tables(&consumer, &peer), &pairs).unwrap();
+    let id = hostile.hear(|_, message| match message {
+        Message::Read(request) => Some(request.transfer()),
+        _ => None,
+    });
+    (consumer, peer, transfer, hostile, id)
+}
+
+fn is_broken_off(consumer: &Side, peer: &Peer, transfer: &Transfer, why: &str) {
+    let error = transfer.wait(PATIENCE).unwrap().unwrap_err();
+    assert!(
+        matches!(&error, TransferError::Protocol(what) if what.contains(why)),
+        "{error}"
+    );
+    assert!(peer.gone().unwrap().contains(why), "{:?}", peer.gone());
+    assert_eq!(consumer.engine.counters().transfers_succeeded, 0);
+    assert!(consumer.engine.describe().is_ok(), "the engine lives");
+}
+
+#[test]
+fn the_same_part_twice_is_not_the_whole() {
+    let (consumer, peer, transfer, mut hostile, id) = reading();
+    hostile.data(id, 0, &[1; 128]);
+    hostile.data(id, 0, &[1; 128]);
+    is_broken_off(&consumer, &peer, &transfer, "twice");
+}
+
+#[test]
+fn bytes_behind_the_end_go_nowhere() {
+    let (consumer, peer, transfer, mut hostile, id) = reading();
+    hostile.data(id, 200, &[1; 64]);
+    is_broken_off(&consumer, &peer, &transfer, "offset 200");
+    for block in 0..8 {
+        assert_eq!(consumer.block(0, block), [0xEE; 64]);
+    }
+}
+
+#[test]
+fn bytes_for_a_transfer_that_is_not_there_are_dropped() {
+    let (consumer, _peer, transfer, mut hostile, id) = reading();
+    let later = TransferId {
+        generation: id.generation + 1,
+        ..id
+    };
+    let elsewhere = TransferId {
+        slot: id.slot + 9,
+        ..id
+    };
+    hostile.data(later, 0, &[1; 256]);
+    hostile.data(elsewhere, 0, &[1; 256]);
+    // In any order and in pieces that keep to no block, the right ones make the whole.
+    hostile.data(id, 100, &[3; 156]);
+    hostile.data(id, 0, &[2; 100]);
+    let report = transfer.wait(PATIENCE).unwrap().unwrap();
+    assert_eq!((report.bytes, report.operations), (256, 1));
+    let mut bytes = [0; 512];
+    consumer.memory.read_at(0, &mut bytes).unwrap();
+    let expected = [vec![2; 100], vec![3; 156], vec![0xEE; 256]].concat();
+    assert_eq!(bytes.as_slice(), expected);
+    assert_eq!(consumer.engine.counters().segments_dropped, 2);
+}
