@@ -6,7 +6,7 @@ use kvferry_wire::{Incarnation, Message, ReadRequest, Segment, TransferId};
 
 use super::core::Core;
 use super::greeting::{MAX_STRANGERS, Stranger};
-use super::peers::Phase;
+use super::peers::{Endpoint, Phase};
 use crate::counters::add;
 use crate::error::TransferError;
 use crate::fabric::{EndpointId, FabricError, ReadToken, SendBuffer, Sink};
@@ -49,6 +49,11 @@ impl Sink for Core {
     }
 
     fn closed(&mut self, endpoint: EndpointId) {
+        if let Some(peer) = self.peers.get_mut(&endpoint.0) {
+            peer.endpoint = Endpoint::None;
+        }
+        // A fabric that is shut down closes what nobody has given up yet.
+        self.lose(endpoint.0, "its endpoint was closed");
         self.forget_peer(endpoint.0);
     }
 

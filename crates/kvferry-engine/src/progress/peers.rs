@@ -245,6 +245,11 @@ impl Core {
         }
         let name = peer.name();
         let phase = std::mem::replace(&mut peer.phase, Phase::Lost);
+        // A goodbye of ours was the first reason.
+        let reason = match &phase {
+            Phase::Leaving { reason, .. } => &reason.clone(),
+            _ => reason,
+        };
         let _ = peer.gone.set(reason.to_owned());
         peer.jobs.clear();
         peer.reads.clear();

@@ -38,7 +38,7 @@ fn a_panic_of_a_service_ends_the_engine_and_every_transfer() {
         let back = connect(&producer.engine, &consumer.engine, Lane::Served);
         let tables = with_tables(&consumer, &peer);
         back.send(7, vec![1]).unwrap();
-        until("the engine's end", || {
+        until("the loss of the peer", || {
             match peer.read(&tables, &[BlockPair::new(0, 0)]) {
                 // Before the panic it succeeds, after it there is still one outcome.
                 Ok(transfer) => drop(transfer.wait(PATIENCE).unwrap()),
@@ -46,7 +46,8 @@ fn a_panic_of_a_service_ends_the_engine_and_every_transfer() {
             }
             false
         });
-        assert!(consumer.engine.describe().is_err());
+        // Its peers are gone a moment before it is.
+        until("the stop", || consumer.engine.describe().is_err());
         assert_eq!(consumer.engine.counters().quarantined_bytes, 0);
         // The other engine lives and has been told.
         until("the goodbye", || back.gone().is_some());
@@ -171,6 +172,8 @@ fn a_transfer_that_the_shutdown_ends_says_so() {
     consumer.engine.shutdown(PATIENCE).unwrap();
     let error = transfer.wait(PATIENCE).unwrap().unwrap_err();
     assert!(matches!(error, TransferError::Stopped), "{error}");
+    assert_eq!(peer.gone(), Some("the engine was shut down"));
+    assert_eq!(consumer.engine.counters().peers_lost, 1);
     parked.go();
 }
 
