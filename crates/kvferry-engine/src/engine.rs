@@ -319,8 +319,8 @@ impl Engine {
     }
 
     /// Connects to a peer and waits until it has answered the greeting, at most `connect_timeout`
-    /// of the configuration. A peer that is connected already is returned as it is, unless another
-    /// lane is asked for. Not for an engine's or a scheduler's hot thread.
+    /// of the configuration. A peer that is connected already is returned at once, with the lane that is
+    /// asked for and the tables of this description. Not for an engine's or a scheduler's hot thread.
     ///
     /// # Errors
     /// [`ConnectError`] naming the peer and the cause.

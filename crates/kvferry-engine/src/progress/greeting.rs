@@ -39,6 +39,8 @@ impl Core {
         {
             match &mut peer.phase {
                 Phase::Ready => {
+                    // The same life, which may have added tables since.
+                    peer.description = description;
                     let _ = reply.send(self.handle(id, lane, fabric));
                     return;
                 }

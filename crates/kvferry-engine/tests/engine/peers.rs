@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvferry_engine::wire::EngineId;
 use kvferry_engine::{
     BlockPair, ConnectError, Engine, EngineConfig, HostPool, Lane, LaneChoice, LoopbackFabric,
-    LoopbackNetwork, TransferError,
+    LoopbackNetwork, TableSpec, TransferError,
 };
 
 use crate::support::*;
@@ -283,4 +283,25 @@ fn a_read_right_behind_the_answer_to_a_greeting_is_served() {
     a_parked.go();
     greeting.join().unwrap().unwrap();
     assert_eq!(transfer.wait(PATIENCE).unwrap().unwrap().bytes, 64);
+}
+
+#[test]
+fn tables_added_later_are_read_after_connecting_again() {
+    for kind in kinds() {
+        let producer = side(engine(&kind, "producer"), 1, 8, 64, 0);
+        producer.fill();
+        let consumer = side(engine(&kind, "consumer"), 1, 8, 64, 0);
+        let first = connect(&consumer.engine, &producer.engine, Lane::Served);
+        assert_eq!(first.tables().len(), 1);
+        // The second half of the same blocks, as a table of its own.
+        let later = TableSpec::dense(64, 4).at(256);
+        producer.engine.add_table(&producer._region, later).unwrap();
+        let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
+        assert_eq!((peer.id(), peer.tables().len()), (first.id(), 2));
+        let theirs = peer.tables().nth(1).unwrap();
+        let tables = [(consumer.tables[0].clone(), theirs)];
+        let read = peer.read(&tables, &[BlockPair::new(0, 3)]).unwrap();
+        assert_eq!(read.wait(PATIENCE).unwrap().unwrap().bytes, 64);
+        assert_eq!(consumer.block(0, 0), producer.block(0, 7));
+    }
 }
