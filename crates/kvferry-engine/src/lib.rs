@@ -56,7 +56,10 @@ pub use error::{
     ConnectError, DeregisterError, EngineError, ErrorClass, ReadError, RegisterError, SendError,
     TableError, TransferError,
 };
-pub use fabric::{Fabric, FabricError, LoopbackFabric, LoopbackNetwork};
+pub use fabric::{
+    Fabric, FabricError, Fault, FaultControl, FaultFabric, FaultRates, LoopbackFabric,
+    LoopbackNetwork,
+};
 pub use kvferry_wire as wire;
 pub use lane::{Lane, LaneChoice};
 pub use memory::{HostPool, HostPoolOptions, MemoryError, MemoryRegion};

@@ -2,7 +2,7 @@
 //!
 //! A [`Fabric`] connects, sends, posts reads, progresses and disconnects; it knows nothing of peers,
 //! transfers or lanes. [`UcxFabric`](crate::UcxFabric) is the product, [`LoopbackFabric`] copies
-//! within one process.
+//! within one process. [`FaultFabric`] injects faults into either.
 //!
 //! # Contract for whoever adds one
 //! * One thread owns a fabric and makes every call; a fabric need not be `Send`.
@@ -14,6 +14,7 @@
 //! * After [`Fabric::close`] the endpoint's operations end, then [`Sink::closed`] comes, once.
 //! * Segments arrive whole, unaltered, and at most once each; their order is not promised.
 
+mod fault;
 mod loopback;
 
 use std::os::fd::BorrowedFd;
@@ -23,6 +24,7 @@ use kvferry_wire::{Addresses, UcxVersion};
 
 pub use crate::error::FabricError;
 use crate::memory::MemoryRegion;
+pub use fault::{Fault, FaultControl, FaultFabric, FaultRates};
 pub use loopback::{LoopbackFabric, LoopbackNetwork};
 
 /// An endpoint's number, chosen by the caller and never used twice.

@@ -5,6 +5,7 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod ends;
+mod faults;
 mod hostile;
 mod memory;
 mod messages;
