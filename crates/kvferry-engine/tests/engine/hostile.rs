@@ -135,6 +135,8 @@ fn is_broken_off(consumer: &Side, peer: &Peer, transfer: &Transfer, why: &str) {
         matches!(&error, TransferError::Protocol(what) if what.contains(why)),
         "{error}"
     );
+    // The transfer ends a moment before its peer.
+    until("the loss", || peer.gone().is_some());
     assert!(peer.gone().unwrap().contains(why), "{:?}", peer.gone());
     assert_eq!(consumer.engine.counters().transfers_succeeded, 0);
     assert!(consumer.engine.describe().is_ok(), "the engine lives");
