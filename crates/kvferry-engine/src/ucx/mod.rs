@@ -481,12 +481,13 @@ impl Fabric for UcxFabric {
             }
             std::thread::yield_now();
         }
-        let data = self
-            .workers
-            .as_ref()
-            .and_then(|workers| workers.data.as_ref());
-        if data.is_some_and(|data| !data.flush(deadline)) {
-            tracing::warn!("answers to peers' emulated reads are still queued");
+        // What UCX has queued by itself must leave too: answers to peers' emulated reads, and its
+        // own messages about connections that are being made. 1.13 aborts if a worker is destroyed
+        // with either in a queue.
+        for worker in self.workers.iter().flat_map(Workers::iter) {
+            if !worker.flush(deadline) {
+                tracing::warn!("UCX still has something queued for a peer that does not take it");
+            }
         }
         self.end(sink);
     }

@@ -265,9 +265,9 @@ impl Worker {
         rounds.count() > 0
     }
 
-    /// Progresses until everything that was posted has gone out, UCX's own answers to emulated reads
-    /// included; false if that was not so by the deadline. 1.13 may crash if a worker is destroyed
-    /// with such answers in its queue.
+    /// Progresses until everything that was posted has gone out, UCX's own messages and answers to
+    /// emulated reads included; false if that was not so by the deadline. 1.13 may crash if a worker
+    /// is destroyed with any in its queues.
     pub(super) fn flush(&self, deadline: Instant) -> bool {
         let params = ucp_request_param_t::default();
         // SAFETY: the worker is live, the parameters are valid for the call.
