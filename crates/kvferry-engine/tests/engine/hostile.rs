@@ -184,3 +184,14 @@ fn bytes_for_a_transfer_that_is_not_there_are_dropped() {
     assert_eq!(bytes.as_slice(), expected);
     assert_eq!(consumer.engine.counters().segments_dropped, 2);
 }
+
+#[test]
+fn a_segment_that_never_comes_costs_the_connection() {
+    let (consumer, peer, transfer, mut hostile, id) = reading();
+    hostile.sequence += 1;
+    hostile.data(id, 0, &[1; 128]);
+    until("the loss", || peer.gone().is_some());
+    assert_eq!(peer.gone(), Some("a segment of it is missing"));
+    transfer.wait(PATIENCE).unwrap().unwrap_err();
+    assert!(consumer.engine.describe().is_ok(), "the engine lives");
+}
