@@ -62,7 +62,7 @@ pub use fabric::{
 };
 pub use kvferry_wire as wire;
 pub use lane::{Lane, LaneChoice};
-pub use memory::{HostPool, HostPoolOptions, MemoryError, MemoryRegion};
+pub use memory::{HostPool, HostPoolOptions, MemoryError, MemoryRegion, available_memory};
 pub use peer::{MAX_PAYLOAD_BYTES, Peer};
 pub use plan::{BlockPair, Plan, Run, check_pairs, plan};
 pub use region::Region;

@@ -14,5 +14,5 @@ mod pool;
 mod region;
 
 pub(crate) use map::{Inserted, RegionMap};
-pub use pool::{HostPool, HostPoolOptions};
+pub use pool::{HostPool, HostPoolOptions, available_memory};
 pub use region::{MemoryError, MemoryRegion};

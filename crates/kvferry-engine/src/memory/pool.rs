@@ -122,20 +122,24 @@ impl HostPool {
 /// memory first and then have the kernel kill somebody. Huge pages are reserved, so there the
 /// allocation itself answers.
 fn check_available(bytes: u64) -> Result<(), MemoryError> {
-    let available = [meminfo_available(), cgroup_available()]
-        .into_iter()
-        .flatten()
-        .min();
-    match available {
+    match available_memory() {
         Some(available) if bytes > available => Err(MemoryError::NoMemory { bytes, available }),
         _ => Ok(()),
     }
 }
 
+/// Bytes of memory that can be had now: the machine's, or what the control group that we run in has
+/// left if that is less. `None` where the system does not say.
+#[must_use]
+pub fn available_memory() -> Option<u64> {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").ok();
+    let machine = meminfo.as_deref().and_then(meminfo_available);
+    [machine, cgroup_available()].into_iter().flatten().min()
+}
+
 /// `MemAvailable`, the kernel's estimate of what can be had without swapping.
-fn meminfo_available() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text
+fn meminfo_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo
         .lines()
         .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
@@ -204,6 +208,14 @@ mod tests {
             HostPool::new(0).unwrap_err(),
             MemoryError::Empty { .. }
         ));
+    }
+
+    #[test]
+    fn meminfo_is_read_in_bytes() {
+        let text = "MemTotal:       16384 kB\nMemAvailable:       8192 kB\nBuffers: 1 kB\n";
+        assert_eq!(meminfo_available(text), Some(8 << 20));
+        assert_eq!(meminfo_available("MemAvailable: many\n"), None);
+        assert_eq!(meminfo_available(""), None);
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_wire::{BlockRun, TransferId};
+use kvferry_wire::{BlockRun, TransferId, WireError};
 
 use super::core::Core;
 use crate::counters::{add, subtract};
@@ -27,6 +27,8 @@ pub(super) struct TransferState {
     pub(super) pairs: Vec<BlockPair>,
     /// Stream offset at which each table begins.
     starts: Vec<u64>,
+    /// Runs of ids among the pairs.
+    runs: usize,
     holds: Vec<RegionHold>,
     total: u64,
     /// Bytes that have arrived (served) or that finished operations stand for (native).
@@ -43,6 +45,18 @@ pub(super) struct TransferState {
     pub(super) ended: bool,
     /// From the start to quiet.
     span: tracing::Span,
+}
+
+impl TransferState {
+    /// The request for the served lane.
+    fn request(&self, id: TransferId) -> Result<Vec<u8>, WireError> {
+        let tables: Vec<u32> = self.tables.iter().map(|pair| pair.remote.id).collect();
+        let runs = Counted {
+            left: self.runs,
+            runs: PairRuns::new(&self.pairs),
+        };
+        kvferry_wire::encode_read(id, &tables, runs)
+    }
 }
 
 #[derive(Default)]
@@ -144,7 +158,7 @@ impl Core {
     /// A handle asks for a read. It has been checked; only the peer may have gone since.
     pub(super) fn start_read(&mut self, command: ReadCommand) {
         add(&self.counters().transfers_started, 1);
-        let peer = command.peer.0;
+        let (peer, lane) = (command.peer.0, command.lane);
         let state = self.new_transfer(command);
         let ready = self
             .peers
@@ -155,36 +169,22 @@ impl Core {
             self.end_transfer(id.slot, Err(TransferError::PeerLost("it is gone".into())));
             return;
         }
-        let started = match self.transfers.in_slot(id.slot) {
-            Some(state) if state.lane == Lane::Native => Ok(()),
-            Some(state) => {
-                let tables: Vec<u32> = state.tables.iter().map(|pair| pair.remote.id).collect();
-                let runs = PairRuns::new(&state.pairs);
-                let request = kvferry_wire::encode_read(
-                    id,
-                    &tables,
-                    Counted {
-                        left: runs.clone().count(),
-                        runs,
-                    },
-                );
-                request.map(|message| self.push_message(peer, message))
+        if lane == Lane::Native {
+            if let Some(state) = self.peers.get_mut(&peer) {
+                state.reads.push_back(id);
             }
-            None => return,
-        };
-        if let Err(error) = started {
-            self.end_transfer(id.slot, Err(TransferError::Request(error.to_string())));
+            self.activate(peer);
             return;
         }
-        if let Some(state) = self.peers.get_mut(&peer)
-            && self
-                .transfers
-                .in_slot(id.slot)
-                .is_some_and(|t| t.lane == Lane::Native)
-        {
-            state.reads.push_back(id);
+        let Some(state) = self.transfers.get(id) else {
+            return;
+        };
+        match state.request(id) {
+            Ok(message) => self.push_message(peer, message),
+            Err(error) => {
+                self.end_transfer(id.slot, Err(TransferError::Request(error.to_string())));
+            }
         }
-        self.activate(peer);
     }
 
     fn new_transfer(&self, command: ReadCommand) -> TransferState {
@@ -201,14 +201,14 @@ impl Core {
         } = command;
         let mut starts = Vec::with_capacity(tables.len());
         let (mut total, mut operations) = (0_u64, 0_u64);
-        let merged = PairRuns::new(&pairs).count() as u64;
+        let runs = PairRuns::new(&pairs).count();
         for pair in &tables {
             let local = pair.local.description();
             starts.push(total);
             // Cannot overflow: the blocks lie in memory on both sides.
             total += local.block_bytes * pairs.len() as u64;
             let merge = is_dense(local) && is_dense(&pair.remote);
-            operations += if merge { merged } else { pairs.len() as u64 };
+            operations += if merge { runs } else { pairs.len() } as u64;
         }
         TransferState {
             number,
@@ -217,6 +217,7 @@ impl Core {
             tables,
             pairs,
             starts,
+            runs,
             holds,
             total,
             done: 0,
