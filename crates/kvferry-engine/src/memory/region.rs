@@ -257,24 +257,34 @@ impl MemoryRegion {
 
     /// The pointer for `bytes` bytes at `offset`, for UCX.
     pub(crate) fn pointer(&self, offset: u64, bytes: u64) -> Result<NonNull<u8>, MemoryError> {
-        let end = offset.checked_add(bytes);
-        if end.is_none_or(|end| end > self.bytes as u64) {
-            return Err(MemoryError::OutOfBounds {
-                offset,
-                bytes,
-                region_bytes: self.bytes(),
-            });
-        }
+        check_range(offset, bytes, self.bytes())?;
         // SAFETY: offset <= bytes of the region (checked), so the result is inside it or one past
         // its end.
         Ok(unsafe { self.base.add(offset as usize) })
     }
 
-    fn host_range(&self, offset: u64, bytes: u64) -> Result<NonNull<u8>, MemoryError> {
+    /// True if both are the same range of memory.
+    pub(super) fn is_same(&self, other: &Self) -> bool {
+        (self.base, self.bytes, self.kind) == (other.base, other.bytes, other.kind)
+    }
+
+    pub(super) fn host_range(&self, offset: u64, bytes: u64) -> Result<NonNull<u8>, MemoryError> {
         if self.kind != MemoryKind::Host {
             return Err(MemoryError::NotHost { kind: self.kind });
         }
         self.pointer(offset, bytes)
+    }
+}
+
+/// Refuses what reaches outside of `region_bytes` bytes.
+pub(super) fn check_range(offset: u64, bytes: u64, region_bytes: u64) -> Result<(), MemoryError> {
+    match offset.checked_add(bytes) {
+        Some(end) if end <= region_bytes => Ok(()),
+        _ => Err(MemoryError::OutOfBounds {
+            offset,
+            bytes,
+            region_bytes,
+        }),
     }
 }
 
