@@ -8,9 +8,8 @@ use kvferry_wire::Description;
 
 use crate::error::{ConnectError, FabricError, TransferError};
 use crate::fabric::Registered;
-use crate::lane::LaneChoice;
 use crate::memory::MemoryRegion;
-use crate::peer::PeerShared;
+use crate::peer::Greeted;
 use crate::region::RegionInner;
 use crate::service::PeerId;
 use crate::transfer::ReadCommand;
@@ -76,7 +75,6 @@ pub(crate) struct ReleaseRegion {
 
 pub(crate) struct ConnectCommand {
     pub(crate) description: Arc<Description>,
-    pub(crate) lane: LaneChoice,
     pub(crate) timeout: Duration,
-    pub(crate) reply: Sender<Result<Arc<PeerShared>, ConnectError>>,
+    pub(crate) reply: Sender<Result<Greeted, ConnectError>>,
 }

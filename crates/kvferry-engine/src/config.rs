@@ -6,6 +6,7 @@ use std::time::Duration;
 use kvferry_wire::{EngineId, Instance, Rank};
 
 use crate::error::EngineError;
+use crate::same_host::ShareSocket;
 
 /// An engine's configuration. Made by [`EngineConfig::new`] and changed field by field.
 ///
@@ -45,12 +46,23 @@ pub struct EngineConfig {
     pub connect_timeout: Duration,
     /// Deadline of a transfer that names none. Default 30 s.
     pub transfer_timeout: Duration,
+    /// Time that each step of ending what is in flight gets before the next one: waiting, closing the
+    /// endpoint, destroying the worker. Default 1 s.
+    pub escalation_step: Duration,
     /// Time for the progress thread to take a registration or the like. Default 10 s.
     pub command_timeout: Duration,
     /// Segments in flight to one peer, served lane and messages together. 1 to 1,024, default 8.
     pub send_window: usize,
-    /// GETs in flight to one peer. 1 to 4,096, default 64.
+    /// Operations in flight from one peer: GETs, or batches of copies. 1 to 4,096, default 64.
     pub read_window: usize,
+    /// Bytes in flight from one peer. An operation that is larger goes alone. 4,096 to 1 TiB, default
+    /// 32 MiB.
+    pub read_window_bytes: u64,
+    /// Threads that copy from memory of peers on this host, started when the first such peer is read.
+    /// 1 to 64, default 2.
+    pub copy_threads: usize,
+    /// Whether and where pools are shared with engines of the same user on this host.
+    pub share_socket: ShareSocket,
     /// Strings that both sides must agree on, such as model and cache layout. A greeting between
     /// engines whose values for one name differ is refused; names that only one side has are not
     /// compared.
@@ -72,9 +84,13 @@ impl EngineConfig {
             dead_after: Duration::from_secs(10),
             connect_timeout: Duration::from_secs(10),
             transfer_timeout: Duration::from_secs(30),
+            escalation_step: Duration::from_secs(1),
             command_timeout: Duration::from_secs(10),
             send_window: 8,
             read_window: 64,
+            read_window_bytes: 32 << 20,
+            copy_threads: 2,
+            share_socket: ShareSocket::default(),
             compatibility: BTreeMap::new(),
         }
     }
@@ -98,6 +114,7 @@ impl EngineConfig {
             ("dead_after", self.dead_after),
             ("connect_timeout", self.connect_timeout),
             ("transfer_timeout", self.transfer_timeout),
+            ("escalation_step", self.escalation_step),
             ("command_timeout", self.command_timeout),
         ] {
             if value < Duration::from_millis(1) || value > Duration::from_secs(86_400) {
@@ -125,7 +142,21 @@ impl EngineConfig {
                 "1 to 4096",
             ));
         }
-        Ok(())
+        if !(4096..=1 << 40).contains(&self.read_window_bytes) {
+            return Err(bad(
+                "read_window_bytes",
+                self.read_window_bytes.to_string(),
+                "4096 to 1 TiB",
+            ));
+        }
+        if !(1..=64).contains(&self.copy_threads) {
+            return Err(bad(
+                "copy_threads",
+                self.copy_threads.to_string(),
+                "1 to 64",
+            ));
+        }
+        self.share_socket.validate()
     }
 }
 

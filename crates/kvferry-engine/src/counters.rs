@@ -34,6 +34,16 @@ counters! {
     served_bytes,
     /// Bytes that transfers of this engine read over the native lane.
     native_bytes,
+    /// Bytes that transfers of this engine copied out of peers' mapped pools.
+    mapped_bytes,
+    /// Bytes that transfers of this engine read out of peers' processes.
+    attached_bytes,
+    /// Calls of `process_vm_readv` for them.
+    attached_calls,
+    /// Those of them that moved less than was asked for.
+    attached_short_calls,
+    /// Batches of copies handed to the copy threads, mapped and attached lane together.
+    copy_batches,
     /// Bytes gathered and sent to peers by the served lane.
     bytes_served_to_peers,
     /// Transfers started.
@@ -60,6 +70,13 @@ counters! {
     quarantined_bytes,
     /// Regions that were dropped in use and wait for their last operation, now.
     quarantined_regions,
+    /// Bytes of those whose operations have not ended although everything was tried, now. They are kept
+    /// until they do.
+    kept_bytes,
+    /// Times that an endpoint was closed because operations of an ended transfer did not end.
+    forced_closes,
+    /// Times that the data worker was destroyed because closing an endpoint did not end its operations.
+    worker_resets,
     /// Times the progress thread went to sleep.
     sleeps,
 }

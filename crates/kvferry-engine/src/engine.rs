@@ -20,6 +20,7 @@ use crate::memory::{Inserted, MemoryRegion};
 use crate::peer::Peer;
 use crate::progress::Progress;
 use crate::region::{Region, RegionInner};
+use crate::same_host::ShareServer;
 use crate::service::Service;
 use crate::shared::{LONGEST, Shared, Started, deadline_in};
 use crate::table::{LocalTable, Table, TableSpec};
@@ -89,10 +90,7 @@ impl EngineBuilder {
                         return;
                     }
                 };
-                let started = Started {
-                    capabilities: fabric.capabilities().clone(),
-                    addresses: fabric.addresses(),
-                };
+                let started = Started::new(fabric.capabilities().clone(), fabric.addresses());
                 // Set once, here, before anybody can ask.
                 let _ = for_thread.started.set(started);
                 match Progress::new(fabric, for_thread, services) {
@@ -118,6 +116,12 @@ impl EngineBuilder {
             let _ = shared.submit(Command::Shutdown { deadline, reply });
         }
         answer??;
+        if let Err(error) = ShareServer::start(&shared) {
+            let (reply, _) = bounded(1);
+            let deadline = deadline_in(Duration::ZERO);
+            let _ = shared.submit(Command::Shutdown { deadline, reply });
+            return Err(error);
+        }
         Ok(Engine {
             inner: Arc::new(Inner {
                 shared,
@@ -342,19 +346,19 @@ impl Engine {
             return Err(bad(difference));
         }
         let timeout = shared.config.connect_timeout;
+        let deadline = deadline_in(timeout);
         // The progress thread answers by `timeout`; more than that and it is stuck.
         let patience = timeout + shared.config.command_timeout;
         let answer = shared.ask("a connection", patience, |reply| {
             Command::Connect(Box::new(ConnectCommand {
                 description: Arc::new(description),
-                lane,
                 timeout,
                 reply,
             }))
         });
-        let peer = answer.map_err(|error| ConnectError::Engine(error.to_string()))??;
+        let greeted = answer.map_err(|error| ConnectError::Engine(error.to_string()))??;
         Ok(Peer {
-            peer,
+            peer: Arc::new(crate::lane::handle(shared, greeted, lane, deadline)?),
             shared: Arc::clone(shared),
             next_transfer: Arc::clone(&self.inner.next_transfer),
         })

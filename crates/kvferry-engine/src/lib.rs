@@ -42,6 +42,7 @@ mod peer;
 mod plan;
 mod progress;
 mod region;
+mod same_host;
 mod service;
 mod shared;
 mod table;
@@ -66,6 +67,7 @@ pub use memory::{HostPool, HostPoolOptions, MemoryError, MemoryRegion, available
 pub use peer::{MAX_PAYLOAD_BYTES, Peer};
 pub use plan::{BlockPair, Plan, Run, check_pairs, plan};
 pub use region::Region;
+pub use same_host::ShareSocket;
 pub use service::{PeerId, Replies, Sender, Service};
 pub use table::{RemoteTable, Table, TableSpec};
 pub use transfer::{Transfer, TransferReport};

@@ -13,6 +13,7 @@ use crate::error::{ReadError, SendError};
 use crate::lane::Lane;
 use crate::plan::{BlockPair, PairRuns, check_pairs};
 use crate::region::RegionHold;
+use crate::same_host::SameHost;
 use crate::service::PeerId;
 use crate::shared::{Shared, deadline_in};
 use crate::table::{RemoteTable, Table};
@@ -27,6 +28,17 @@ pub(crate) struct PeerShared {
     pub(crate) description: Arc<Description>,
     pub(crate) lane: Lane,
     pub(crate) transports: String,
+    pub(crate) gone: Arc<OnceLock<String>>,
+    /// What the peer shares on this host, for the lanes that need it.
+    pub(crate) same_host: Option<Arc<SameHost>>,
+}
+
+/// A peer that has answered the greeting, as the progress thread tells of it.
+pub(crate) struct Greeted {
+    pub(crate) id: PeerId,
+    pub(crate) description: Arc<Description>,
+    pub(crate) transports: String,
+    pub(crate) data_endpoint: bool,
     pub(crate) gone: Arc<OnceLock<String>>,
 }
 
@@ -146,6 +158,7 @@ impl Peer {
             number,
             peer: self.peer.id,
             lane: self.peer.lane,
+            same_host: self.peer.same_host.clone(),
             tables: tables
                 .iter()
                 .map(|(local, remote)| TablePair {

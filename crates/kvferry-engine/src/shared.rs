@@ -3,6 +3,7 @@
 //! The catalog (regions and tables) is written by handles under a lock and read by the progress
 //! thread once per read request, never per block.
 
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,8 +17,9 @@ use crate::config::EngineConfig;
 use crate::counters::Counters;
 use crate::error::{DeregisterError, EngineError};
 use crate::fabric::Capabilities;
-use crate::memory::RegionMap;
+use crate::memory::{IncarnationWord, RegionMap};
 use crate::region::RegionInner;
+use crate::same_host::{SameHost, ShareServer, host_identity};
 use crate::table::Table;
 use crate::wake::Waker;
 
@@ -25,7 +27,29 @@ use crate::wake::Waker;
 #[derive(Debug)]
 pub(crate) struct Started {
     pub(crate) capabilities: Capabilities,
-    pub(crate) addresses: Addresses,
+    /// Changed by a reset of the fabric.
+    addresses: Mutex<Addresses>,
+}
+
+impl Started {
+    pub(crate) fn new(capabilities: Capabilities, addresses: Addresses) -> Self {
+        Self {
+            capabilities,
+            addresses: Mutex::new(addresses),
+        }
+    }
+
+    pub(crate) fn addresses(&self) -> Addresses {
+        let addresses = self.addresses.lock();
+        addresses.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(crate) fn set_addresses(&self, addresses: Addresses) {
+        *self
+            .addresses
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = addresses;
+    }
 }
 
 /// Regions and tables that exist.
@@ -53,6 +77,15 @@ impl Catalog {
 pub(crate) struct Shared {
     pub(crate) config: EngineConfig,
     pub(crate) incarnation: Incarnation,
+    /// Where peers on this host find the incarnation in our memory.
+    pub(crate) word: IncarnationWord,
+    pub(crate) host: String,
+    /// The unix socket, unless it is off.
+    pub(crate) share: OnceLock<ShareServer>,
+    /// What peers on this host share with us, by their lives.
+    pub(crate) same_host: Mutex<HashMap<Incarnation, Arc<SameHost>>>,
+    /// Whether it was said that copies from this host's processes are not permitted.
+    pub(crate) warned_of_permission: AtomicBool,
     pub(crate) counters: Counters,
     pub(crate) commands: SegQueue<Command>,
     pub(crate) waker: Waker,
@@ -70,9 +103,15 @@ impl Shared {
             step: "eventfd",
             source,
         })?;
+        let incarnation = Incarnation::random()?;
         Ok(Self {
             config,
-            incarnation: Incarnation::random()?,
+            incarnation,
+            word: IncarnationWord::new(incarnation),
+            host: host_identity(),
+            share: OnceLock::new(),
+            same_host: Mutex::default(),
+            warned_of_permission: AtomicBool::new(false),
             counters: Counters::default(),
             commands: SegQueue::new(),
             waker,
@@ -156,6 +195,9 @@ impl Shared {
     /// Called by the progress thread when it takes no more commands.
     pub(crate) fn mark_stopped(&self) {
         self.stopped.store(true, Ordering::Release);
+        if let Some(share) = self.share.get() {
+            share.stop();
+        }
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
@@ -218,8 +260,8 @@ impl Shared {
             instance: self.config.instance,
             kvferry_version: env!("CARGO_PKG_VERSION").into(),
             ucx: started.capabilities.ucx,
-            host: host_identity(),
-            addresses: started.addresses.clone(),
+            host: self.host.clone(),
+            addresses: started.addresses(),
             compatibility: self.config.compatibility.clone(),
             regions: catalog
                 .regions
@@ -231,8 +273,15 @@ impl Shared {
                 .iter()
                 .map(|table| table.description().clone())
                 .collect(),
-            unix_socket: None,
+            unix_socket: self.share.get().map(|share| share.name().to_owned()),
         })
+    }
+
+    /// What a peer on this host shares, if it has been asked.
+    pub(crate) fn same_host(&self) -> MutexGuard<'_, HashMap<Incarnation, Arc<SameHost>>> {
+        self.same_host
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn ucx_version(&self) -> Option<UcxVersion> {
@@ -247,12 +296,3 @@ pub(crate) fn deadline_in(timeout: Duration) -> Instant {
 
 /// What longer timeouts are taken for.
 pub(crate) const LONGEST: Duration = Duration::from_secs(86_400);
-
-/// The same text on the same running host, another after a reboot.
-fn host_identity() -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    match boot.trim() {
-        "" => "unknown".into(),
-        boot => boot.into(),
-    }
-}

@@ -15,6 +15,7 @@ use crate::error::TransferError;
 use crate::lane::Lane;
 use crate::plan::BlockPair;
 use crate::region::RegionHold;
+use crate::same_host::SameHost;
 use crate::service::PeerId;
 use crate::shared::Shared;
 use crate::table::Table;
@@ -47,6 +48,8 @@ pub(crate) struct ReadCommand {
     pub(crate) number: u64,
     pub(crate) peer: PeerId,
     pub(crate) lane: Lane,
+    /// What the peer shares, for the mapped and the attached lane.
+    pub(crate) same_host: Option<Arc<SameHost>>,
     pub(crate) tables: Vec<TablePair>,
     pub(crate) pairs: Vec<BlockPair>,
     /// One per local region, taken while its table was known to exist.

@@ -12,6 +12,7 @@
 //! - [`hello`], [`description`]: the greeting and what an engine says about itself.
 //! - [`lease`], [`demo`]: payloads of [`Message::Service`], one channel each.
 //! - [`directory`]: frames on the directory's TCP port.
+//! - [`share`]: packets on the unix socket between engines of one host.
 //!
 //! # HISTORY
 //! Every format has a version of its own; all of them are at version 1, the first. A msgpack body
@@ -30,6 +31,7 @@ pub mod lease;
 pub mod message;
 mod packed;
 pub mod segment;
+pub mod share;
 
 pub use demo::{DEMO_CHANNEL, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary};
 pub use description::{
@@ -52,3 +54,4 @@ pub use message::{
 pub use segment::{
     MAX_MESSAGE_BYTES, SEGMENT_HEADER_BYTES, Segment, SegmentBody, SegmentHeader, TransferId,
 };
+pub use share::{MAX_POOLS_PER_PACKET, MAX_SHARE_BYTES, ShareReply, ShareRequest, SharedPool};

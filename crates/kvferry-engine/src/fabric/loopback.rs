@@ -5,6 +5,7 @@
 //! that UCX has are met.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -13,10 +14,10 @@ use kvferry_wire::Addresses;
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::{
-    Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
+    Armed, Capabilities, Copiers, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
     ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
 };
-use crate::memory::MemoryRegion;
+use crate::memory::{CopyBatch, MemoryRegion};
 
 /// The wire that loopback fabrics share.
 #[derive(Clone, Debug, Default)]
@@ -73,6 +74,7 @@ pub struct LoopbackFabric {
     endpoints: HashMap<EndpointId, u64>,
     keys: HashMap<KeyId, (EndpointId, u64)>,
     reads: VecDeque<PendingRead>,
+    copiers: Copiers,
     closing: Vec<EndpointId>,
     broken: HashSet<EndpointId>,
 }
@@ -109,6 +111,7 @@ impl LoopbackFabric {
             endpoints: HashMap::new(),
             keys: HashMap::new(),
             reads: VecDeque::new(),
+            copiers: Copiers::new()?,
             closing: Vec::new(),
             broken: HashSet::new(),
         })
@@ -252,6 +255,31 @@ impl Fabric for LoopbackFabric {
         Ok(Posted::Pending)
     }
 
+    fn copy(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        batch: CopyBatch,
+    ) -> Result<(), (CopyBatch, FabricError)> {
+        if !self.endpoints.contains_key(&endpoint) {
+            return Err((batch, FabricError::new("copy", "the endpoint was closed")));
+        }
+        self.copiers.submit(endpoint, token, batch)
+    }
+
+    fn set_copy_threads(&mut self, threads: NonZeroUsize) {
+        self.copiers.set_threads(threads);
+    }
+
+    fn reset(&mut self, sink: &mut dyn Sink) -> Result<(), FabricError> {
+        let error = || FabricError::new("reset", "one-sided reads were given up");
+        for read in std::mem::take(&mut self.reads) {
+            sink.read_done(read.token, Err(error()));
+        }
+        self.broken.extend(self.endpoints.keys());
+        Ok(())
+    }
+
     fn close(&mut self, endpoint: EndpointId) {
         if self.endpoints.remove(&endpoint).is_some() {
             self.closing.push(endpoint);
@@ -276,7 +304,12 @@ impl Fabric for LoopbackFabric {
             };
             sink.read_done(read.token, result);
         }
-        for endpoint in std::mem::take(&mut self.closing) {
+        busy |= self.copiers.progress(sink);
+        let copiers = &self.copiers;
+        let ended = self
+            .closing
+            .extract_if(.., |it| copiers.in_flight(*it) == 0);
+        for endpoint in ended.collect::<Vec<_>>() {
             busy = true;
             self.keys.retain(|_, &mut (owner, _)| owner != endpoint);
             sink.closed(endpoint);
@@ -291,23 +324,31 @@ impl Fabric for LoopbackFabric {
 
     fn arm(&mut self) -> Armed {
         let _ = rustix::io::read(&self.node.event, &mut [0_u8; 8]);
+        let copiers = &self.copiers;
         let idle = self.reads.is_empty()
-            && self.closing.is_empty()
+            && self.closing.iter().all(|it| copiers.in_flight(*it) > 0)
             && self.broken.is_empty()
             && lock(&self.node.inbox).is_empty();
-        if idle { Armed::Idle } else { Armed::Busy }
+        if idle {
+            self.copiers.arm()
+        } else {
+            Armed::Busy
+        }
     }
 
-    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2] {
-        [Some(self.node.event.as_fd()), None]
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 3] {
+        let copies = Some(self.copiers.event_fd());
+        [Some(self.node.event.as_fd()), copies, None]
     }
 
-    fn shutdown(&mut self, sink: &mut dyn Sink, _deadline: Instant) {
+    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) -> bool {
         lock(&self.network.nodes).alive.remove(&self.id);
         for endpoint in self.endpoints.keys().copied().collect::<Vec<_>>() {
             self.close(endpoint);
         }
+        let quiet = self.copiers.finish(sink, deadline);
         self.progress(sink);
+        quiet
     }
 }
 

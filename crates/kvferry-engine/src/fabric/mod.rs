@@ -11,19 +11,24 @@
 //! * Every [`Posted::Pending`] is followed by exactly one report, also when the endpoint is closed;
 //!   [`Posted::Done`] by none. An error is reported once and nothing follows it.
 //! * A local range given to [`Fabric::read`] is not touched after the report of its operation.
-//! * After [`Fabric::close`] the endpoint's operations end, then [`Sink::closed`] comes, once.
+//! * After [`Fabric::close`] the endpoint's operations end, then [`Sink::closed`] comes, once. Copies are
+//!   not broken off: they end by themselves.
 //! * Segments arrive whole, unaltered, and at most once each; their order is not promised.
 
+mod copiers;
 mod fault;
 mod loopback;
 
+use std::num::NonZeroUsize;
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use kvferry_wire::{Addresses, UcxVersion};
 
 pub use crate::error::FabricError;
-use crate::memory::MemoryRegion;
+pub use crate::memory::CopyBatch;
+use crate::memory::{CopyError, CopyStats, MemoryRegion};
+pub(crate) use copiers::Copiers;
 pub use fault::{Fault, FaultControl, FaultFabric, FaultRates};
 pub use loopback::{LoopbackFabric, LoopbackNetwork};
 
@@ -124,6 +129,13 @@ pub struct ReadOperation<'a> {
     pub bytes: u64,
 }
 
+/// How a batch of copies has ended.
+#[derive(Debug)]
+pub struct CopyEnd {
+    pub(crate) batch: CopyBatch,
+    pub(crate) result: Result<CopyStats, CopyError>,
+}
+
 /// A registration's result.
 #[derive(Debug)]
 pub struct Registered {
@@ -141,6 +153,8 @@ pub trait Sink {
     fn sent(&mut self, endpoint: EndpointId, buffer: SendBuffer, result: Result<(), FabricError>);
     /// A read has ended.
     fn read_done(&mut self, token: ReadToken, result: Result<(), FabricError>);
+    /// A batch of copies has ended.
+    fn copy_done(&mut self, token: ReadToken, end: CopyEnd);
     /// An endpoint has failed; it must still be closed.
     fn endpoint_failed(&mut self, endpoint: EndpointId, error: FabricError);
     /// An endpoint is closed and every operation on it has been reported.
@@ -204,15 +218,36 @@ pub trait Fabric {
         token: ReadToken,
         operation: &ReadOperation<'_>,
     ) -> Result<Posted<()>, FabricError>;
+    /// Hands a batch of copies out of the peer's memory on this host to the copy threads. A report
+    /// follows, with the batch.
+    ///
+    /// # Errors
+    /// The batch comes back with the error; nothing of it is copied.
+    fn copy(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        batch: CopyBatch,
+    ) -> Result<(), (CopyBatch, FabricError)>;
+    /// How many copy threads there are to be; before the first batch.
+    fn set_copy_threads(&mut self, threads: NonZeroUsize);
+    /// Destroys what carries one-sided reads and makes it anew, because a closed endpoint's reads did
+    /// not end. Every open endpoint with a data side fails; [`Fabric::addresses`] may be others
+    /// afterwards.
+    ///
+    /// # Errors
+    /// If it cannot be made anew; there are no one-sided reads then.
+    fn reset(&mut self, sink: &mut dyn Sink) -> Result<(), FabricError>;
     /// Closes an endpoint at once, ending its operations with an error.
     fn close(&mut self, endpoint: EndpointId);
     /// Moves things on; true if anything happened.
     fn progress(&mut self, sink: &mut dyn Sink) -> bool;
     /// Prepares for sleep.
     fn arm(&mut self) -> Armed;
-    /// Descriptors that become readable when there is something to progress, at most one per
-    /// context. An array, because the progress thread asks before every sleep.
-    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2];
-    /// Gives everything up, waiting for open operations until `deadline`.
-    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant);
+    /// Descriptors that become readable when there is something to progress: at most one per context
+    /// and one of the copy threads. An array, because the progress thread asks before every sleep.
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 3];
+    /// Gives everything up, waiting for open operations until `deadline`. False if copies are still
+    /// under way, which may still write.
+    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) -> bool;
 }

@@ -1,27 +1,34 @@
 //! Lanes: how bytes move, per peer.
 //!
-//! Lanes sit above the fabric. *native* posts one-sided reads in the data context; *served* has the
-//! producer's progress thread gather blocks and stream them as messages. *mapped* and *attached* are
-//! named by the design and not built yet; asking for one is an error that says so.
+//! Lanes sit above the fabric. *mapped* copies out of pools that a peer on this host shares, *native*
+//! posts one-sided reads in the data context, *attached* reads the memory of a process on this host,
+//! and *served* has the producer's progress thread gather blocks and stream them as messages.
 
-pub(crate) mod native;
+pub(crate) mod cursor;
 pub(crate) mod served;
 
 use std::fmt;
 use std::str::FromStr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
 
-use kvferry_wire::{Description, UcxVersion};
+use kvferry_wire::{Description, ShareRequest, UcxVersion};
 
+use crate::error::ConnectError;
 use crate::fabric::NativeReads;
+use crate::peer::{Greeted, PeerShared};
+use crate::same_host::{SameHost, fetch, reachable};
+use crate::shared::Shared;
 
 /// How bytes move.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Lane {
-    /// Copies out of a peer's pool that is mapped here. Not built yet.
+    /// Copies out of pools of a peer on this host, which are mapped here.
     Mapped,
     /// One-sided reads in the data context.
     Native,
-    /// `process_vm_readv`. Not built yet.
+    /// `process_vm_readv` of a peer on this host.
     Attached,
     /// The peer gathers and sends.
     Served,
@@ -97,17 +104,24 @@ pub(crate) struct Situation<'a> {
     pub(crate) ours: Option<UcxVersion>,
     pub(crate) peer: &'a Description,
     pub(crate) data_endpoint: bool,
+    /// What the peer shares, or why it shares nothing.
+    pub(crate) same_host: Result<&'a SameHost, &'a str>,
 }
 
 impl Situation<'_> {
     /// Why a lane cannot be used, or nothing.
     pub(crate) fn refusal(&self, lane: Lane) -> Option<String> {
         match lane {
-            Lane::Mapped | Lane::Attached => {
-                Some("this version of kvferry does not have it yet".into())
-            }
-            Lane::Served => None,
+            Lane::Mapped => match self.same_host {
+                Ok(same_host) => same_host.mapped_refusal(self.peer),
+                Err(reason) => Some(reason.into()),
+            },
             Lane::Native => self.native_refusal(),
+            Lane::Attached => match self.same_host {
+                Ok(same_host) => same_host.attached_refusal(self.peer),
+                Err(reason) => Some(reason.into()),
+            },
+            Lane::Served => None,
         }
     }
 
@@ -151,6 +165,102 @@ impl Situation<'_> {
             }
         }
     }
+}
+
+/// Makes the handle of a peer that has answered the greeting, with a lane.
+///
+/// What the peer shares on this host is asked for here, on the caller's thread and until `deadline`.
+///
+/// # Errors
+/// [`ConnectError::LaneUnavailable`] for a pinned lane.
+pub(crate) fn handle(
+    shared: &Shared,
+    greeted: Greeted,
+    choice: LaneChoice,
+    deadline: Instant,
+) -> Result<PeerShared, ConnectError> {
+    let peer = &greeted.description;
+    let same_host = match choice {
+        LaneChoice::Pinned(Lane::Native | Lane::Served) => Err("it was not asked".into()),
+        _ => same_host(shared, peer, deadline),
+    };
+    let unknown = NativeReads::Unavailable("the engine has not started".into());
+    let started = shared.started.get();
+    let situation = Situation {
+        native: started.map_or(&unknown, |started| &started.capabilities.native),
+        ours: shared.ucx_version(),
+        peer,
+        data_endpoint: greeted.data_endpoint,
+        same_host: same_host.as_deref().map_err(String::as_str),
+    };
+    let name = format!("{} {}", peer.engine, peer.rank);
+    let lane = match situation.choose(choice) {
+        Ok(lane) => lane,
+        Err((lane, reason)) => {
+            return Err(ConnectError::LaneUnavailable {
+                peer: name,
+                lane,
+                reason,
+            });
+        }
+    };
+    if lane == Lane::Served && choice == LaneChoice::Auto && reachable(&shared.host, peer).is_ok() {
+        warn_once(shared, &name, &situation);
+    }
+    tracing::info!(
+        peer = %peer.engine,
+        rank = %peer.rank,
+        incarnation = %peer.incarnation,
+        %lane,
+        asked = %choice,
+        transports = %greeted.transports,
+        "connected"
+    );
+    Ok(PeerShared {
+        id: greeted.id,
+        lane,
+        transports: greeted.transports,
+        gone: greeted.gone,
+        same_host: same_host.ok(),
+        description: greeted.description,
+    })
+}
+
+/// A peer on this host that can only be served costs its processor; once per engine that is worth a
+/// warning.
+fn warn_once(shared: &Shared, peer: &str, situation: &Situation<'_>) {
+    if !shared.warned_of_permission.swap(true, Ordering::Relaxed) {
+        let reason = |lane| situation.refusal(lane).unwrap_or_default();
+        let (mapped, attached) = (reason(Lane::Mapped), reason(Lane::Attached));
+        tracing::warn!(
+            peer,
+            mapped,
+            attached,
+            "a peer on this host is read by messages, because no faster lane can be used; said once"
+        );
+    }
+}
+
+/// What the peer shares, from memory or by asking it.
+fn same_host(
+    shared: &Shared,
+    peer: &Description,
+    deadline: Instant,
+) -> Result<Arc<SameHost>, String> {
+    let name = reachable(&shared.host, peer)?;
+    let known = shared.same_host().get(&peer.incarnation).cloned();
+    if let Some(known) = known.filter(|known| known.covers(peer)) {
+        return Ok(known);
+    }
+    let request = ShareRequest {
+        from: shared.incarnation,
+        expects: peer.incarnation,
+    };
+    let fetched = Arc::new(fetch(name, &request, deadline)?);
+    shared
+        .same_host()
+        .insert(peer.incarnation, Arc::clone(&fetched));
+    Ok(fetched)
 }
 
 /// Whether a UCX of version `ours` reads the packed keys of version `theirs`.

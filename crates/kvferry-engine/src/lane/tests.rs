@@ -102,6 +102,7 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
             ours,
             peer: &peer,
             data_endpoint: endpoint,
+            same_host: Err("elsewhere"),
         };
         assert_eq!(situation.choose(LaneChoice::Auto), Ok(auto), "row {row}");
         let got = situation.refusal(Lane::Native);
@@ -109,9 +110,9 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
             None => assert_eq!(got, None, "row {row}"),
             Some(part) => assert!(got.is_some_and(|got| got.contains(part)), "row {row}"),
         }
-        let pinned = situation.choose(LaneChoice::Pinned(Lane::Mapped));
-        assert!(
-            matches!(pinned, Err((Lane::Mapped, reason)) if reason.contains("not have it yet"))
-        );
+        for lane in [Lane::Mapped, Lane::Attached] {
+            let pinned = situation.choose(LaneChoice::Pinned(lane));
+            assert_eq!(pinned, Err((lane, "elsewhere".into())));
+        }
     }
 }

@@ -58,6 +58,7 @@ struct Piece {
 
 /// Pieces to copy out of one peer's memory into ours. Made by lanes, run by copy threads, and used
 /// again.
+#[derive(Default)]
 pub struct CopyBatch {
     /// `None` for pieces of mapped pools.
     process: Option<RemoteProcess>,
@@ -72,27 +73,7 @@ pub struct CopyBatch {
 unsafe impl Send for CopyBatch {}
 
 impl CopyBatch {
-    /// An empty batch for pieces of mapped pools.
-    pub(crate) fn of_pools() -> Self {
-        Self::new(None)
-    }
-
-    /// An empty batch for pieces of a process's memory.
-    pub(crate) fn of_process(process: RemoteProcess) -> Self {
-        Self::new(Some(process))
-    }
-
-    fn new(process: Option<RemoteProcess>) -> Self {
-        Self {
-            process,
-            pieces: Vec::new(),
-            bytes: 0,
-            regions: Vec::new(),
-            pools: Vec::new(),
-        }
-    }
-
-    /// Empties a batch that has been used, for other pieces; its room stays.
+    /// Empties a batch for other pieces, of a process or, without one, of mapped pools; its room stays.
     pub(crate) fn reset(&mut self, process: Option<RemoteProcess>) {
         self.process = process;
         self.pieces.clear();

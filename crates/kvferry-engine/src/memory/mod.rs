@@ -11,6 +11,7 @@
 #![allow(unsafe_code)]
 
 mod copies;
+mod credentials;
 mod map;
 mod pool;
 mod region;
@@ -18,6 +19,7 @@ mod remote;
 
 pub use copies::CopyBatch;
 pub(crate) use copies::{CopyError, CopyStats, MAX_PIECES, Vectors, probe};
+pub(crate) use credentials::{Credentials, credentials};
 pub(crate) use map::{Inserted, RegionMap};
 pub use pool::{HostPool, HostPoolOptions, available_memory};
 pub use region::{MemoryError, MemoryRegion};

@@ -7,13 +7,16 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::Sender;
 use kvferry_wire::{Description, Incarnation, SEGMENT_HEADER_BYTES};
 
+use super::escalation::Escalations;
 use super::greeting::Stranger;
 use super::peers::PeerState;
+use super::posting::Flights;
 use super::transfers::Transfers;
 use crate::command::ReleaseRegion;
 use crate::counters::{Counters, add};
 use crate::error::EngineError;
-use crate::fabric::{Capabilities, Fabric, NativeReads, SendBuffer};
+use crate::fabric::{Capabilities, Fabric, SendBuffer};
+use crate::memory::CopyBatch;
 use crate::peer::check_payload;
 use crate::service::{PeerId, Replies, Service};
 use crate::shared::Shared;
@@ -26,6 +29,8 @@ pub(super) enum Action {
     Greeted(u64),
     /// Close a peer's endpoint.
     Close(u64),
+    /// Destroy what carries one-sided reads.
+    Reset,
     /// Tell an engine, which is no peer, that its greeting is refused.
     Refuse {
         to: Box<Description>,
@@ -46,7 +51,6 @@ pub(super) struct ShutdownState {
 
 pub(crate) struct Core {
     pub(super) shared: Arc<Shared>,
-    pub(super) native: NativeReads,
     pub(super) max_segment: usize,
     pub(super) services: Vec<ServiceSlot>,
     pub(super) replies: Replies,
@@ -60,6 +64,9 @@ pub(crate) struct Core {
     pub(super) actions: Vec<Action>,
     pub(super) releases: Vec<ReleaseRegion>,
     pub(super) free_buffers: Vec<SendBuffer>,
+    pub(super) flights: Flights,
+    pub(super) escalations: Escalations,
+    pub(super) free_batches: Vec<CopyBatch>,
     pub(super) now: Instant,
     /// When everything that had arrived had last been looked at.
     pub(super) drained: Instant,
@@ -97,7 +104,6 @@ impl Core {
             })
             .collect();
         Ok(Self {
-            native: capabilities.native.clone(),
             max_segment,
             shared,
             services,
@@ -111,6 +117,9 @@ impl Core {
             actions: Vec::new(),
             releases: Vec::new(),
             free_buffers: Vec::new(),
+            flights: Flights::default(),
+            escalations: Escalations::default(),
+            free_batches: Vec::new(),
             now,
             drained: now,
             next_peer_tick: None,
@@ -158,6 +167,7 @@ impl Core {
                     Action::Connect(peer) => self.connect_back(peer, fabric),
                     Action::Greeted(peer) => self.greeted(peer, fabric),
                     Action::Close(peer) => self.close_endpoint(peer, fabric),
+                    Action::Reset => self.reset(fabric),
                     Action::Refuse { to, reply } => self.refuse_greeting(*to, reply, fabric),
                 }
             }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kvferry_wire::{Description, Hello, HelloRejectCode, HelloReply, Incarnation};
 
 use super::core::{Action, Core};
-use super::peers::{Endpoint, Phase, Waiter};
+use super::peers::{Endpoint, Phase};
 use crate::command::ConnectCommand;
 use crate::config::incompatibility;
 use crate::counters::add;
@@ -30,7 +30,6 @@ impl Core {
     pub(super) fn connect(&mut self, command: ConnectCommand, fabric: &mut dyn Fabric) {
         let ConnectCommand {
             description,
-            lane,
             timeout,
             reply,
         } = command;
@@ -41,11 +40,11 @@ impl Core {
                 Phase::Ready => {
                     // The same life, which may have added tables since.
                     peer.description = description;
-                    let _ = reply.send(self.handle(id, lane, fabric));
+                    let _ = reply.send(self.greeted_peer(id, fabric));
                     return;
                 }
                 Phase::Greeting { waiters, .. } => {
-                    waiters.push(Waiter { lane, reply });
+                    waiters.push(reply);
                     return;
                 }
                 Phase::Leaving { .. } | Phase::Lost => self.lose(id, "connected anew"),
@@ -79,7 +78,7 @@ impl Core {
         match greeting {
             Ok(message) => {
                 if let Phase::Greeting { waiters, .. } = &mut peer.phase {
-                    waiters.push(Waiter { lane, reply });
+                    waiters.push(reply);
                 }
                 self.push_message(id, message);
             }
@@ -264,7 +263,7 @@ impl Core {
                 let name = peer.name();
                 if let Phase::Greeting { waiters, .. } = &mut peer.phase {
                     for waiter in std::mem::take(waiters) {
-                        let _ = waiter.reply.send(Err(ConnectError::Refused {
+                        let _ = waiter.send(Err(ConnectError::Refused {
                             peer: name.clone(),
                             reason: format!("{code}: {reason}"),
                         }));
@@ -299,7 +298,7 @@ impl Core {
         add(&self.counters().peers_connected, 1);
         if let Phase::Greeting { waiters, .. } = phase {
             for waiter in waiters {
-                let _ = waiter.reply.send(self.handle(id, waiter.lane, fabric));
+                let _ = waiter.send(self.greeted_peer(id, fabric));
             }
         }
     }
@@ -330,7 +329,7 @@ impl Core {
                         peer: name.clone(),
                         waited,
                     };
-                    let _ = waiter.reply.send(Err(error));
+                    let _ = waiter.send(Err(error));
                 }
             }
             self.lose(id, "the greeting was not answered in time");

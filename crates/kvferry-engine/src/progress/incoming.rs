@@ -9,7 +9,7 @@ use super::greeting::{MAX_STRANGERS, Stranger};
 use super::peers::{Endpoint, Phase};
 use crate::counters::add;
 use crate::error::TransferError;
-use crate::fabric::{EndpointId, FabricError, ReadToken, SendBuffer, Sink};
+use crate::fabric::{CopyEnd, EndpointId, FabricError, ReadToken, SendBuffer, Sink};
 use crate::lane::served::ServeJob;
 use crate::message::{Arrival, Inbox};
 use crate::service::{PeerId, Sender};
@@ -41,7 +41,11 @@ impl Sink for Core {
     }
 
     fn read_done(&mut self, token: ReadToken, result: Result<(), FabricError>) {
-        self.native_done(token, result);
+        self.operation_done(token, result);
+    }
+
+    fn copy_done(&mut self, token: ReadToken, end: CopyEnd) {
+        self.batch_done(token, end);
     }
 
     fn endpoint_failed(&mut self, endpoint: EndpointId, error: FabricError) {

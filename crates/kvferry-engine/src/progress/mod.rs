@@ -9,13 +9,16 @@
 
 mod commands;
 mod core;
+mod escalation;
 mod greeting;
 mod incoming;
 mod peers;
+mod posting;
 mod pump;
 mod timers;
 mod transfers;
 
+use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -43,10 +46,13 @@ pub(crate) struct Progress<F> {
 
 impl<F: Fabric> Progress<F> {
     pub(crate) fn new(
-        fabric: F,
+        mut fabric: F,
         shared: Arc<Shared>,
         services: Vec<(u16, Box<dyn Service>)>,
     ) -> Result<Self, EngineError> {
+        if let Some(threads) = NonZeroUsize::new(shared.config.copy_threads) {
+            fabric.set_copy_threads(threads);
+        }
         let core = Core::new(Arc::clone(&shared), fabric.capabilities(), services)?;
         Ok(Self {
             fabric,
@@ -124,11 +130,11 @@ impl<F: Fabric> Progress<F> {
                     tv_nsec: i64::from(left.subsec_nanos()),
                 }
             });
-            // A context that is not there is stood in for by the waker.
+            // A descriptor that is not there is stood in for by the waker.
             let waker = self.shared.waker.fd();
-            let [first, second] = self.fabric.event_fds();
-            let mut fds = [waker, first.unwrap_or(waker), second.unwrap_or(waker)]
-                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+            let [first, second, third] = self.fabric.event_fds();
+            let mut fds = [Some(waker), first, second, third]
+                .map(|fd| PollFd::from_borrowed_fd(fd.unwrap_or(waker), PollFlags::IN));
             // An interrupted wait is one more turn of the loop.
             let _ = poll(&mut fds, timeout.as_ref());
         }
@@ -138,8 +144,8 @@ impl<F: Fabric> Progress<F> {
     /// Takes the fabric down and answers whoever waits.
     fn end(mut self) {
         let deadline = self.core.end_deadline();
-        self.fabric.shutdown(&mut self.core, deadline);
-        self.core.abandon();
+        let quiet = self.fabric.shutdown(&mut self.core, deadline);
+        self.core.abandon(quiet);
         drop(self.fabric);
         // Only now does nothing touch memory any more, which is what a stopped engine says.
         self.shared.mark_stopped();

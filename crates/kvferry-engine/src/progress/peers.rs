@@ -12,18 +12,12 @@ use crate::counters::add;
 use crate::error::{ConnectError, TransferError};
 use crate::fabric::{EndpointId, Fabric, KeyId};
 use crate::lane::served::ServeJob;
-use crate::lane::{LaneChoice, Situation};
 use crate::message::{Inbox, Outbox};
-use crate::peer::PeerShared;
+use crate::peer::Greeted;
 use crate::service::PeerId;
 
-pub(super) type ConnectReply = Sender<Result<Arc<PeerShared>, ConnectError>>;
-
 /// Somebody who waits for a greeting to be answered.
-pub(super) struct Waiter {
-    pub(super) lane: LaneChoice,
-    pub(super) reply: ConnectReply,
-}
+pub(super) type Waiter = Sender<Result<Greeted, ConnectError>>;
 
 pub(super) enum Phase {
     /// We have greeted and wait for the answer.
@@ -70,9 +64,11 @@ pub(super) struct PeerState {
     pub(super) in_flight: usize,
     /// Reads that the peer asked for.
     pub(super) jobs: VecDeque<ServeJob>,
-    /// Native transfers with something left to post.
+    /// Transfers with something left to post; they take turns.
     pub(super) reads: VecDeque<TransferId>,
+    /// Their operations in flight: how many, and of how many bytes.
     pub(super) reads_in_flight: usize,
+    pub(super) bytes_in_flight: u64,
     /// The peer's regions whose keys were imported.
     pub(super) keys: HashMap<u32, KeyId>,
     pub(super) last_heard: Instant,
@@ -165,6 +161,7 @@ impl Core {
             jobs: VecDeque::new(),
             reads: VecDeque::new(),
             reads_in_flight: 0,
+            bytes_in_flight: 0,
             keys: HashMap::new(),
             last_heard: self.now,
             suspect: false,
@@ -193,46 +190,22 @@ impl Core {
         }
     }
 
-    /// Makes a handle for a ready peer, with a lane.
-    pub(super) fn handle(
+    /// What a handle of a ready peer is made of.
+    pub(super) fn greeted_peer(
         &self,
         id: u64,
-        choice: LaneChoice,
         fabric: &dyn Fabric,
-    ) -> Result<Arc<PeerShared>, ConnectError> {
+    ) -> Result<Greeted, ConnectError> {
         let Some(peer) = self.peers.get(&id) else {
             return Err(ConnectError::Engine("the peer is gone".into()));
         };
-        let situation = Situation {
-            native: &self.native,
-            ours: self.shared.ucx_version(),
-            peer: &peer.description,
-            data_endpoint: fabric.has_data_endpoint(EndpointId(id)),
-        };
-        let lane =
-            situation
-                .choose(choice)
-                .map_err(|(lane, reason)| ConnectError::LaneUnavailable {
-                    peer: peer.name(),
-                    lane,
-                    reason,
-                })?;
-        tracing::info!(
-            peer = %peer.description.engine,
-            rank = %peer.description.rank,
-            incarnation = %peer.incarnation(),
-            %lane,
-            asked = %choice,
-            transports = %peer.transports,
-            "connected"
-        );
-        Ok(Arc::new(PeerShared {
+        Ok(Greeted {
             id: PeerId(id),
             description: Arc::clone(&peer.description),
-            lane,
             transports: peer.transports.clone(),
+            data_endpoint: fabric.has_data_endpoint(EndpointId(id)),
             gone: Arc::clone(&peer.gone),
-        }))
+        })
     }
 
     /// Ends a peer: its transfers fail, its endpoint is closed, its services are told.
@@ -258,6 +231,7 @@ impl Core {
         let endpoint = peer.endpoint;
         if self.by_incarnation.get(&incarnation) == Some(&id) {
             self.by_incarnation.remove(&incarnation);
+            self.shared.same_host().remove(&incarnation);
         }
         match phase {
             Phase::Greeting { waiters, .. } => {
@@ -266,7 +240,7 @@ impl Core {
                         peer: name.clone(),
                         reason: reason.into(),
                     };
-                    let _ = waiter.reply.send(Err(lost));
+                    let _ = waiter.send(Err(lost));
                 }
             }
             Phase::Leaving {

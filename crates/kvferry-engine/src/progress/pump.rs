@@ -1,4 +1,4 @@
-//! What leaves: pieces of messages, streams of blocks, native reads.
+//! What leaves: pieces of messages, streams of blocks.
 //!
 //! Peers take turns, and within a peer so do the reads it asked for, one segment each. Messages go
 //! before streams. A peer's segments and reads in flight are bounded by the configuration.
@@ -8,17 +8,13 @@ use kvferry_wire::{
 };
 
 use super::core::Core;
-use super::peers::{Endpoint, Phase};
-use super::transfers::token;
+use super::peers::Endpoint;
 use crate::counters::add;
-use crate::error::TransferError;
-use crate::fabric::{EndpointId, Fabric, KeyId, Posted, ReadOperation, SendBuffer};
+use crate::fabric::{EndpointId, Fabric, Posted, SendBuffer};
 use crate::message::Piece;
 
 /// Segments of one peer per turn, so that what arrives is not left waiting.
 const SEGMENTS_PER_TURN: usize = 16;
-/// Native reads of one peer posted per turn.
-const READS_PER_TURN: usize = 256;
 
 /// What there was to send.
 enum Filled {
@@ -58,9 +54,10 @@ impl Core {
         let config = &self.shared.config;
         self.peers.get(&id).is_some_and(|peer| {
             let has_segments = !peer.outbox.is_empty() || !peer.jobs.is_empty();
-            peer.endpoint == Endpoint::Open
-                && ((has_segments && peer.in_flight < config.send_window)
-                    || (!peer.reads.is_empty() && peer.reads_in_flight < config.read_window))
+            let may_send = peer.endpoint == Endpoint::Open
+                && has_segments
+                && peer.in_flight < config.send_window;
+            may_send || peer.may_post(config.read_window, config.read_window_bytes)
         })
     }
 
@@ -182,110 +179,4 @@ impl Core {
         peer.sequence += 1;
         Filled::Segment
     }
-
-    fn post_some(&mut self, id: u64, fabric: &mut dyn Fabric) -> bool {
-        let window = self.shared.config.read_window;
-        let mut any = false;
-        for _ in 0..READS_PER_TURN {
-            let Some(peer) = self.peers.get_mut(&id) else {
-                break;
-            };
-            if peer.reads_in_flight >= window || !matches!(peer.phase, Phase::Ready) {
-                break;
-            }
-            let Some(&transfer) = peer.reads.front() else {
-                break;
-            };
-            match self.post_next(id, transfer, fabric) {
-                Ok(true) => any = true,
-                Ok(false) => {
-                    if let Some(peer) = self.peers.get_mut(&id) {
-                        peer.reads.pop_front();
-                    }
-                }
-                Err(error) => {
-                    if let Some(peer) = self.peers.get_mut(&id) {
-                        peer.reads.pop_front();
-                    }
-                    self.end_transfer(transfer.slot, Err(error));
-                }
-            }
-        }
-        any
-    }
-
-    /// Posts the next run of a native transfer; false if there is none.
-    fn post_next(
-        &mut self,
-        id: u64,
-        transfer: TransferId,
-        fabric: &mut dyn Fabric,
-    ) -> Result<bool, TransferError> {
-        // By its whole id: the slot may have been given to another transfer since.
-        let Some(state) = self.transfers.get(transfer) else {
-            return Ok(false);
-        };
-        if state.ended {
-            return Ok(false);
-        }
-        let Some(step) = state.cursor.step(&state.tables, &state.pairs) else {
-            return Ok(false);
-        };
-        let (Some(peer), Some(pair)) = (self.peers.get_mut(&id), state.tables.get(step.table))
-        else {
-            return Ok(false);
-        };
-        let region_id = pair.remote.region;
-        let remote = peer
-            .description
-            .regions
-            .iter()
-            .find(|region| region.id == region_id);
-        let remote = remote.ok_or_else(|| {
-            TransferError::Protocol(format!(
-                "its table names region {region_id}, which it has not"
-            ))
-        })?;
-        let key = match peer.keys.get(&region_id) {
-            Some(&key) => key,
-            None => import_key(fabric, id, remote, &mut peer.keys)?,
-        };
-        let local = pair.local.region();
-        let operation = ReadOperation {
-            key,
-            remote_address: remote.base + step.run.remote_offset,
-            local: &local.memory,
-            local_handle: local.handle,
-            local_offset: step.run.local_offset,
-            bytes: step.run.bytes,
-        };
-        add(&self.shared.counters.ucx_operations, 1);
-        let posted = fabric
-            .read(EndpointId(id), token(transfer), &operation)
-            .map_err(TransferError::Operation)?;
-        state.cursor = step.after;
-        state.in_flight += 1;
-        peer.reads_in_flight += 1;
-        if let Posted::Done(()) = posted {
-            // One path for both kinds of completion.
-            self.native_done(token(transfer), Ok(()));
-        }
-        Ok(true)
-    }
-}
-
-fn import_key(
-    fabric: &mut dyn Fabric,
-    id: u64,
-    remote: &kvferry_wire::RegionDescription,
-    keys: &mut std::collections::HashMap<u32, KeyId>,
-) -> Result<KeyId, TransferError> {
-    let packed = remote.key.as_deref().ok_or_else(|| {
-        TransferError::Protocol(format!("its region {} has no remote key", remote.id))
-    })?;
-    let key = fabric
-        .import_key(EndpointId(id), packed)
-        .map_err(TransferError::Operation)?;
-    keys.insert(remote.id, key);
-    Ok(key)
 }

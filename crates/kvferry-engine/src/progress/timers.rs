@@ -11,7 +11,7 @@ use crate::fabric::{Fabric, RegionHandle};
 impl Core {
     /// Judges what is due. True if anything was.
     pub(super) fn timers(&mut self, fabric: &mut dyn Fabric) -> bool {
-        let mut any = self.transfer_timers();
+        let mut any = self.transfer_timers() | self.escalate();
         any |= self.service_timers();
         if self.next_peer_tick.is_some_and(|tick| tick <= self.now) {
             any = true;
@@ -34,6 +34,7 @@ impl Core {
         let shutdown = self.shutdown.as_ref().map(|shutdown| shutdown.deadline);
         [
             self.transfers.next_deadline(),
+            self.escalations.next(),
             services,
             self.next_peer_tick,
             releases,

@@ -9,20 +9,22 @@ use std::time::{Duration, Instant};
 use kvferry_wire::{BlockRun, TransferId, WireError};
 
 use super::core::Core;
+use super::escalation::Tried;
 use crate::counters::{add, subtract};
 use crate::error::TransferError;
-use crate::fabric::{FabricError, ReadToken};
 use crate::lane::Lane;
-use crate::lane::native::Cursor;
+use crate::lane::cursor::Cursor;
 use crate::lane::served::{Extents, Scatter, ScatterError};
 use crate::plan::{BlockPair, PairRuns, is_dense};
 use crate::region::RegionHold;
+use crate::same_host::SameHost;
 use crate::transfer::{Outcome, ReadCommand, TablePair, TransferCell, TransferReport};
 
 pub(super) struct TransferState {
     number: u64,
     pub(super) peer: u64,
     pub(super) lane: Lane,
+    pub(super) same_host: Option<Arc<SameHost>>,
     pub(super) tables: Vec<TablePair>,
     pub(super) pairs: Vec<BlockPair>,
     /// Stream offset at which each table begins.
@@ -30,9 +32,9 @@ pub(super) struct TransferState {
     /// Runs of ids among the pairs.
     runs: usize,
     holds: Vec<RegionHold>,
-    total: u64,
-    /// Bytes that have arrived (served) or that finished operations stand for (native).
-    done: u64,
+    pub(super) total: u64,
+    /// Bytes that have arrived (served) or that finished operations stand for (the others).
+    pub(super) done: u64,
     operations: u64,
     extents: Extents,
     pub(super) cursor: Cursor,
@@ -43,6 +45,8 @@ pub(super) struct TransferState {
     cell: Arc<TransferCell>,
     /// It has its outcome and waits for quiet.
     pub(super) ended: bool,
+    /// What was done for that.
+    pub(super) tried: Tried,
     /// From the start to quiet.
     span: tracing::Span,
 }
@@ -136,22 +140,6 @@ impl Transfers {
     pub(super) fn next_deadline(&self) -> Option<Instant> {
         self.deadlines.first().map(|&(deadline, _)| deadline)
     }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.numbers.is_empty()
-    }
-}
-
-/// Packs a transfer's id into the token of its native reads.
-pub(super) fn token(id: TransferId) -> ReadToken {
-    ReadToken(u64::from(id.slot) << 32 | u64::from(id.generation))
-}
-
-fn of_token(token: ReadToken) -> TransferId {
-    TransferId {
-        slot: (token.0 >> 32) as u32,
-        generation: token.0 as u32,
-    }
 }
 
 impl Core {
@@ -169,7 +157,7 @@ impl Core {
             self.end_transfer(id.slot, Err(TransferError::PeerLost("it is gone".into())));
             return;
         }
-        if lane == Lane::Native {
+        if lane != Lane::Served {
             if let Some(state) = self.peers.get_mut(&peer) {
                 state.reads.push_back(id);
             }
@@ -192,6 +180,7 @@ impl Core {
             number,
             peer,
             lane,
+            same_host,
             tables,
             pairs,
             holds,
@@ -214,6 +203,7 @@ impl Core {
             number,
             peer: peer.0,
             lane,
+            same_host,
             tables,
             pairs,
             starts,
@@ -230,6 +220,7 @@ impl Core {
             deadline,
             cell,
             ended: false,
+            tried: Tried::default(),
             span: tracing::debug_span!("transfer", number, peer = peer.0, %lane, bytes = total),
         }
     }
@@ -284,32 +275,7 @@ impl Core {
         self.lose(peer, &lost);
     }
 
-    /// A native read of some transfer has ended.
-    pub(super) fn native_done(&mut self, token: ReadToken, result: Result<(), FabricError>) {
-        let id = of_token(token);
-        let Some(state) = self.transfers.get(id) else {
-            return;
-        };
-        state.in_flight = state.in_flight.saturating_sub(1);
-        let (peer, ended) = (state.peer, state.ended);
-        let quiet = state.in_flight == 0;
-        let posted_all = state.cursor.is_behind(&state.tables);
-        if let Some(peer_state) = self.peers.get_mut(&peer) {
-            peer_state.reads_in_flight = peer_state.reads_in_flight.saturating_sub(1);
-        }
-        self.activate(peer);
-        match (ended, result) {
-            (true, _) if quiet => self.quiesce(id.slot),
-            (true, _) => {}
-            (false, Err(error)) => {
-                self.end_transfer(id.slot, Err(TransferError::Operation(error)));
-            }
-            (false, Ok(())) if quiet && posted_all => self.succeed(id.slot),
-            (false, Ok(())) => {}
-        }
-    }
-
-    fn succeed(&mut self, slot: u32) {
+    pub(super) fn succeed(&mut self, slot: u32) {
         let Some(state) = self.transfers.in_slot(slot) else {
             return;
         };
@@ -320,9 +286,6 @@ impl Core {
             elapsed: state.started.elapsed(),
         };
         add(&self.shared.counters.block_operations, report.operations);
-        if state.lane == Lane::Native {
-            add(&self.shared.counters.native_bytes, report.bytes);
-        }
         self.end_transfer(slot, Ok(report));
     }
 
@@ -366,6 +329,8 @@ impl Core {
         if state.in_flight > 0 {
             add(&self.shared.counters.quarantined_bytes, state.total);
             state.cell.complete(outcome);
+            let due = self.now + self.shared.config.escalation_step;
+            self.escalations.insert(due, slot);
             return;
         }
         if let Some(state) = self.transfers.remove(slot) {
@@ -373,9 +338,10 @@ impl Core {
         }
     }
 
-    fn quiesce(&mut self, slot: u32) {
+    pub(super) fn quiesce(&mut self, slot: u32) {
         if let Some(state) = self.transfers.remove(slot) {
             subtract(&self.shared.counters.quarantined_bytes, state.total);
+            self.is_quiet(slot, state.tried, state.total);
             finish(*state, None);
         }
     }
@@ -439,24 +405,33 @@ impl Core {
                 total: state.total,
                 waited: state.timeout,
             };
-            let (peer, in_flight) = (state.peer, state.in_flight);
             self.transfers.deadlines.remove(&(deadline, slot));
             self.end_transfer(slot, Err(error));
-            if in_flight > 0 {
-                // UCX cannot cancel a GET; only the end of the endpoint ends it.
-                self.lose(peer, "a read did not end by its deadline");
-            }
         }
         any
     }
 
-    /// Ends every transfer that is left, when the fabric is gone and nothing can touch memory.
-    pub(super) fn abandon_transfers(&mut self) {
+    /// Ends every transfer that is left, when the fabric is gone. Unless all is `quiet`, copies that
+    /// have not ended keep their memory for ever.
+    pub(super) fn abandon_transfers(&mut self, quiet: bool) {
         let slots: Vec<u32> = self.transfers.occupied().map(|(slot, _)| slot).collect();
         for slot in slots {
-            if let Some(state) = self.transfers.in_slot(slot) {
-                state.in_flight = 0;
+            let Some(state) = self.transfers.in_slot(slot) else {
+                continue;
+            };
+            let copies = matches!(state.lane, Lane::Mapped | Lane::Attached);
+            if state.in_flight > 0 && copies && !quiet {
+                let bytes = state.total;
+                self.end_transfer(slot, Err(TransferError::Stopped));
+                tracing::error!(
+                    bytes,
+                    "copies outlast their engine; their memory is never handed back"
+                );
+                // Its holds are never let go of, and nobody is told that it is quiet.
+                std::mem::forget(self.transfers.remove(slot));
+                continue;
             }
+            state.in_flight = 0;
             self.end_transfer(slot, Err(TransferError::Stopped));
             self.quiesce(slot);
         }

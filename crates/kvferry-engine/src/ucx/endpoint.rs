@@ -44,6 +44,7 @@ impl Side {
 /// A UCX endpoint. Not closed by dropping it: see [`Link::close`].
 pub(super) struct Link {
     handle: ucp_ep_h,
+    side: Side,
     /// UCX's error handler points to it.
     _record: Rc<EndpointRecord>,
 }
@@ -68,6 +69,7 @@ impl Link {
         let handle = worker.create_endpoint(address, handler)?;
         Ok(Self {
             handle,
+            side,
             _record: record,
         })
     }
@@ -79,7 +81,10 @@ impl Link {
     /// Starts a forced close; true if it goes on and an event will tell. The handle is not used
     /// again.
     fn close(&self, endpoint: EndpointId, operations: &mut Operations) -> bool {
-        let close = Operation::Close { endpoint };
+        let close = Operation::Close {
+            endpoint,
+            side: self.side,
+        };
         let submitted = operations.submit(
             close,
             UCP_EP_CLOSE_FLAG_FORCE,
@@ -132,6 +137,15 @@ impl Endpoint {
             .flatten()
         {
             self.pending += usize::from(link.close(endpoint, operations));
+        }
+    }
+
+    /// Closes the data side alone, whose worker is about to be destroyed.
+    pub(super) fn close_data(&mut self, endpoint: EndpointId, operations: &mut Operations) {
+        if self.phase != Phase::Closing
+            && let Some(data) = &self.data
+        {
+            self.pending += usize::from(data.close(endpoint, operations));
         }
     }
 

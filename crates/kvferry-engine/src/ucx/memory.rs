@@ -142,6 +142,11 @@ impl Memory {
         });
     }
 
+    /// Forgets every key after its worker is gone, and the keys with it.
+    pub(super) fn drop_keys(&mut self) {
+        self.keys.clear();
+    }
+
     /// Gives up everything after the worker is gone. Keys that are left went with it.
     pub(super) fn end(&mut self, context: &Context) {
         self.keys.clear();

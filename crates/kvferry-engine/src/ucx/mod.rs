@@ -29,6 +29,7 @@ mod tests;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -47,10 +48,10 @@ use self::report::{Nobody, no_data_endpoint, report, shut_down};
 use self::settings::TcpSegments;
 use self::worker::{MESSAGE_ID, Purpose, Settings, Worker};
 use crate::fabric::{
-    Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
+    Armed, Capabilities, Copiers, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
     ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
 };
-use crate::memory::MemoryRegion;
+use crate::memory::{CopyBatch, MemoryRegion};
 
 /// How long dropping a fabric that was not shut down waits for its operations.
 const DROP_LIMIT: Duration = Duration::from_millis(500);
@@ -83,6 +84,9 @@ pub struct UcxFabric {
     closing: Vec<EndpointId>,
     memory: Memory,
     operations: Operations,
+    copiers: Copiers,
+    /// Endpoints that UCX has closed and copies have not left.
+    copying: Vec<EndpointId>,
     mailbox: Rc<Mailbox>,
 }
 
@@ -134,6 +138,8 @@ impl UcxFabric {
             closing: Vec::new(),
             memory: Memory::default(),
             operations: Operations::new(Rc::clone(&mailbox)),
+            copiers: Copiers::new()?,
+            copying: Vec::new(),
             mailbox,
         })
     }
@@ -186,14 +192,18 @@ impl UcxFabric {
     }
 
     fn ended(&mut self, operation: Operation, status: ucs_status_t, sink: &mut dyn Sink) {
-        let endpoint = operation.endpoint();
+        self.one_less(operation.endpoint());
+        report(operation, |call| status::check(call, status), sink);
+    }
+
+    /// An operation of an endpoint has ended.
+    fn one_less(&mut self, endpoint: EndpointId) {
         if let Some(found) = self.endpoints.get_mut(&endpoint) {
             found.pending = found.pending.saturating_sub(1);
             if found.is_closed() {
                 self.closing.push(endpoint);
             }
         }
-        report(operation, |call| status::check(call, status), sink);
     }
 
     /// Reports endpoints whose last operation has ended.
@@ -205,6 +215,11 @@ impl UcxFabric {
                 .get(&endpoint)
                 .is_some_and(Endpoint::is_closed)
             {
+                if self.copiers.in_flight(endpoint) > 0 {
+                    // The end of the last copy wakes us.
+                    self.copying.push(endpoint);
+                    continue;
+                }
                 any = true;
                 self.endpoints.remove(&endpoint);
                 self.memory.forget_keys(endpoint);
@@ -425,6 +440,63 @@ impl Fabric for UcxFabric {
         }
     }
 
+    fn copy(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        batch: CopyBatch,
+    ) -> Result<(), (CopyBatch, FabricError)> {
+        match self.open("copy", endpoint) {
+            Ok(_) => self.copiers.submit(endpoint, token, batch),
+            Err(error) => Err((batch, error)),
+        }
+    }
+
+    fn set_copy_threads(&mut self, threads: NonZeroUsize) {
+        self.copiers.set_threads(threads);
+    }
+
+    fn reset(&mut self, sink: &mut dyn Sink) -> Result<(), FabricError> {
+        let Some(workers) = &mut self.workers else {
+            return Err(shut_down("reset"));
+        };
+        let Some(mut data) = workers.data.take() else {
+            return Ok(());
+        };
+        // Closed first: 1.13 aborts if a worker is destroyed while an operation is under way on an
+        // open endpoint.
+        for (&id, endpoint) in &mut self.endpoints {
+            endpoint.close_data(id, &mut self.operations);
+        }
+        let renewed = data.renew();
+        self.memory.drop_keys();
+        self.addresses.data = None;
+        match &renewed {
+            Ok(()) => {
+                self.addresses.data = Some(data.sealed_address());
+                workers.data = Some(data);
+            }
+            Err(_) => self.memory.end(&data.end()),
+        }
+        while let Some(event) = self.mailbox.pop() {
+            self.handle(event, sink);
+        }
+        for operation in self.operations.take_data() {
+            let endpoint = operation.endpoint();
+            let ended = |call| Err(FabricError::new(call, "its worker was destroyed"));
+            report(operation, ended, sink);
+            self.one_less(endpoint);
+        }
+        for (&id, endpoint) in &mut self.endpoints {
+            if endpoint.data.take().is_some() && endpoint.phase == Phase::Open {
+                endpoint.phase = Phase::Failed;
+                let reason = "its worker was destroyed to end reads";
+                sink.endpoint_failed(id, FabricError::new("the data endpoint", reason));
+            }
+        }
+        renewed
+    }
+
     fn close(&mut self, endpoint: EndpointId) {
         let Some(found) = self.endpoints.get_mut(&endpoint) else {
             return;
@@ -449,6 +521,10 @@ impl Fabric for UcxFabric {
             busy = true;
             self.handle(event, sink);
         }
+        if self.copiers.progress(sink) {
+            busy = true;
+            self.closing.append(&mut self.copying);
+        }
         self.report_closed(sink) || busy
     }
 
@@ -459,19 +535,21 @@ impl Fabric for UcxFabric {
         let idle = self.mailbox.is_empty()
             && self.closing.is_empty()
             && workers.iter().all(Worker::arm)
-            && self.mailbox.is_empty();
+            && self.mailbox.is_empty()
+            && self.copiers.arm() == Armed::Idle;
         if idle { Armed::Idle } else { Armed::Busy }
     }
 
-    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2] {
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 3] {
         let Some(workers) = &self.workers else {
-            return [None, None];
+            return [None, None, None];
         };
         let data = workers.data.as_ref().map(Worker::event_fd);
-        [Some(workers.message.event_fd()), data]
+        let copies = self.copiers.event_fd();
+        [Some(workers.message.event_fd()), data, Some(copies)]
     }
 
-    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) {
+    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) -> bool {
         self.close_all();
         // At least once, as even a forced close ends operations only while UCX progresses.
         while !self.endpoints.is_empty() {
@@ -481,6 +559,8 @@ impl Fabric for UcxFabric {
             }
             std::thread::yield_now();
         }
+        let quiet = self.copiers.finish(sink, deadline);
+        self.closing.append(&mut self.copying);
         // What UCX has queued by itself must leave too: answers to peers' emulated reads, and its
         // own messages about connections that are being made. 1.13 aborts if a worker is destroyed
         // with either in a queue.
@@ -490,6 +570,7 @@ impl Fabric for UcxFabric {
             }
         }
         self.end(sink);
+        quiet
     }
 }
 

@@ -13,6 +13,7 @@ use ucx_sys::{
 };
 
 use super::callbacks::{Mailbox, OperationRecord, on_operation_end};
+use super::endpoint::Side;
 use super::status::Outcome;
 use crate::fabric::{EndpointId, ReadToken, SendBuffer};
 
@@ -30,7 +31,7 @@ pub(super) enum Operation {
         token: ReadToken,
     },
     /// The closing of one side of an endpoint.
-    Close { endpoint: EndpointId },
+    Close { endpoint: EndpointId, side: Side },
 }
 
 impl Operation {
@@ -38,7 +39,7 @@ impl Operation {
         match self {
             Self::Send { endpoint, .. }
             | Self::Read { endpoint, .. }
-            | Self::Close { endpoint } => *endpoint,
+            | Self::Close { endpoint, .. } => *endpoint,
         }
     }
 }
@@ -131,6 +132,29 @@ impl Operations {
         let operation = self.slots.get_mut(index)?.operation.take()?;
         self.free.push(index);
         Some(operation)
+    }
+
+    /// Takes out what belongs to the data worker. Only when that is gone and cannot end it any more.
+    pub(super) fn take_data(&mut self) -> Vec<Operation> {
+        let on_data = |slot: &Slot| {
+            matches!(
+                &slot.operation,
+                Some(
+                    Operation::Read { .. }
+                        | Operation::Close {
+                            side: Side::Data,
+                            ..
+                        }
+                )
+            )
+        };
+        let indices: Vec<usize> = (0..self.slots.len())
+            .filter(|&index| on_data(&self.slots[index]))
+            .collect();
+        indices
+            .into_iter()
+            .filter_map(|index| self.take(index))
+            .collect()
     }
 
     /// Takes out everything. Only when no worker is left that could end it.

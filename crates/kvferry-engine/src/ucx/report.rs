@@ -1,7 +1,7 @@
 //! What the sink is told of operations, and errors that are not UCX's.
 
 use super::operations::Operation;
-use crate::fabric::{EndpointId, FabricError, ReadToken, SendBuffer, Sink};
+use crate::fabric::{CopyEnd, EndpointId, FabricError, ReadToken, SendBuffer, Sink};
 
 /// Tells the sink how an operation has ended. `result` is given the call that started it.
 pub(super) fn report(
@@ -15,7 +15,7 @@ pub(super) fn report(
         }
         Operation::Read { token, .. } => sink.read_done(token, result("ucp_get_nbx")),
         // That the endpoint is closed is said when its last operation has ended.
-        Operation::Close { endpoint } => {
+        Operation::Close { endpoint, .. } => {
             if let Err(error) = result("ucp_ep_close_nbx") {
                 tracing::debug!(?endpoint, %error, "an endpoint was closed after a failure");
             }
@@ -30,6 +30,7 @@ impl Sink for Nobody {
     fn segment(&mut self, _bytes: &[u8]) {}
     fn sent(&mut self, _: EndpointId, _: SendBuffer, _: Result<(), FabricError>) {}
     fn read_done(&mut self, _: ReadToken, _: Result<(), FabricError>) {}
+    fn copy_done(&mut self, _: ReadToken, _: CopyEnd) {}
     fn endpoint_failed(&mut self, _: EndpointId, _: FabricError) {}
     fn closed(&mut self, _: EndpointId) {}
     fn protocol_error(&mut self, _: &'static str) {}

@@ -179,11 +179,7 @@ impl Worker {
     ) -> Result<Self, FabricError> {
         let context = Context::new(purpose, settings)?;
         let handle = create(&context)?;
-        let mut event_fd = -1;
-        // SAFETY: the worker is live and its context has the wake-up feature.
-        let result = unsafe { ucp_worker_get_efd(handle.0, &raw mut event_fd) };
-        status::check("ucp_worker_get_efd", result)?;
-        let address = address(&handle)?;
+        let (address, event_fd) = (address(&handle)?, event_fd(&handle)?);
         let worker = Self {
             handle,
             context,
@@ -314,6 +310,20 @@ impl Worker {
         &self.context
     }
 
+    /// Destroys the worker, which ends everything that is under way on it, and makes another in its
+    /// context. Its address is another one then.
+    ///
+    /// # Errors
+    /// If no other can be made; the old one is destroyed all the same when this is dropped.
+    pub(super) fn renew(&mut self) -> Result<(), FabricError> {
+        let handle = create(&self.context)?;
+        let (address, event_fd) = (address(&handle)?, event_fd(&handle)?);
+        self.handle = handle;
+        self.address = address;
+        self.event_fd = event_fd;
+        Ok(())
+    }
+
     /// Destroys the worker, which ends everything that is under way on it.
     pub(super) fn end(self) -> Context {
         let Self {
@@ -341,6 +351,14 @@ fn create(context: &Context) -> Result<Handle, FabricError> {
     });
     explain("ucp_worker_create", result, &context.transports, &said)?;
     Ok(Handle(worker))
+}
+
+fn event_fd(worker: &Handle) -> Result<RawFd, FabricError> {
+    let mut event_fd = -1;
+    // SAFETY: the worker is live and its context has the wake-up feature.
+    let result = unsafe { ucp_worker_get_efd(worker.0, &raw mut event_fd) };
+    status::check("ucp_worker_get_efd", result)?;
+    Ok(event_fd)
 }
 
 fn address(worker: &Handle) -> Result<Vec<u8>, FabricError> {

@@ -1,12 +1,13 @@
 //! How engines end: in order, twice at once, by a panic.
 
+use std::num::NonZeroUsize;
 use std::os::fd::BorrowedFd;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvferry_engine::fabric::{
-    Armed, Capabilities, EndpointId, KeyId, Posted, ReadOperation, ReadToken, RegionHandle,
-    Registered, SendBuffer, Sink,
+    Armed, Capabilities, CopyBatch, EndpointId, KeyId, Posted, ReadOperation, ReadToken,
+    RegionHandle, Registered, SendBuffer, Sink,
 };
 use kvferry_engine::wire::Addresses;
 use kvferry_engine::{
@@ -110,13 +111,27 @@ impl Fabric for SlowEnd {
     fn arm(&mut self) -> Armed {
         self.fabric.arm()
     }
-    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2] {
+    fn copy(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        batch: CopyBatch,
+    ) -> Result<(), (CopyBatch, FabricError)> {
+        self.fabric.copy(endpoint, token, batch)
+    }
+    fn set_copy_threads(&mut self, threads: NonZeroUsize) {
+        self.fabric.set_copy_threads(threads);
+    }
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 3] {
         self.fabric.event_fds()
     }
-    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) {
+    fn reset(&mut self, sink: &mut dyn Sink) -> Result<(), FabricError> {
+        self.fabric.reset(sink)
+    }
+    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) -> bool {
         let _ = self.ending.send(());
         let _ = self.go.recv_timeout(PATIENCE);
-        self.fabric.shutdown(sink, deadline);
+        self.fabric.shutdown(sink, deadline)
     }
 }
 

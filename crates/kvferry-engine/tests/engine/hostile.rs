@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use kvferry_engine::fabric::{EndpointId, ReadToken, SendBuffer, Sink};
+use kvferry_engine::fabric::{CopyEnd, EndpointId, ReadToken, SendBuffer, Sink};
 use kvferry_engine::wire::{
     Description, HelloReply, Incarnation, Message, SEGMENT_HEADER_BYTES, Segment, SegmentBody,
     SegmentHeader, TransferId, encode_hello_reply,
@@ -23,6 +23,7 @@ impl Sink for Heard {
     }
     fn sent(&mut self, _: EndpointId, _: SendBuffer, _: Result<(), FabricError>) {}
     fn read_done(&mut self, _: ReadToken, _: Result<(), FabricError>) {}
+    fn copy_done(&mut self, _: ReadToken, _: CopyEnd) {}
     fn endpoint_failed(&mut self, _: EndpointId, _: FabricError) {}
     fn closed(&mut self, _: EndpointId) {}
     fn protocol_error(&mut self, what: &'static str) {

@@ -7,6 +7,7 @@
 mod ends;
 mod faults;
 mod hostile;
+mod lanes;
 mod memory;
 mod messages;
 mod peers;

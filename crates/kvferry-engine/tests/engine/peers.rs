@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvferry_engine::wire::EngineId;
 use kvferry_engine::{
     BlockPair, ConnectError, Engine, EngineConfig, HostPool, Lane, LaneChoice, LoopbackFabric,
-    LoopbackNetwork, TableSpec, TransferError,
+    LoopbackNetwork, ShareSocket, TableSpec, TransferError,
 };
 
 use crate::support::*;
@@ -56,14 +56,16 @@ fn both_sides_may_connect_at_once() {
 #[test]
 fn lanes_that_cannot_be_used_are_refused_by_name() {
     for kind in kinds() {
-        let (a, b) = (engine(&kind, "a"), engine(&kind, "b"));
+        let mut unshared = config("b");
+        unshared.share_socket = ShareSocket::Off;
+        let (a, b) = (engine(&kind, "a"), start(&kind, Engine::builder(unshared)));
         for lane in [Lane::Mapped, Lane::Attached] {
             let error = a
                 .connect(b.describe().unwrap(), LaneChoice::Pinned(lane))
                 .unwrap_err();
             let text = error.to_string();
             assert!(
-                text.contains(lane.name()) && text.contains("does not have it yet"),
+                text.contains(lane.name()) && text.contains("share_socket is off"),
                 "{text}"
             );
         }

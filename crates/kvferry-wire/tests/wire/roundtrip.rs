@@ -5,7 +5,8 @@
 
 use kvferry_wire::{
     DemoReply, DemoRequest, Description, DirectoryReply, DirectoryRequest, FrameHeader, Hello,
-    HelloReply, LeaseMessage, Message, ReadRequest, SEGMENT_HEADER_BYTES, Segment, WireError,
+    HelloReply, LeaseMessage, Message, ReadRequest, SEGMENT_HEADER_BYTES, Segment, ShareReply,
+    ShareRequest, WireError,
     directory::{FRAME_HEADER_BYTES, MAX_DIRECTORY_REPLY_BYTES, MAX_DIRECTORY_REQUEST_BYTES},
     encode_goodbye, encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read,
     encode_read_cancel, encode_read_rejected, encode_release, encode_released, encode_renew,
@@ -16,7 +17,7 @@ use kvferry_wire::{
 pub(crate) type Check = fn(&[u8]) -> Result<(), WireError>;
 
 /// Every format by the name of its fuzz target.
-pub(crate) const CHECKS: [(&str, Check); 7] = [
+pub(crate) const CHECKS: [(&str, Check); 8] = [
     ("segment", segment),
     ("message", message),
     ("description", description),
@@ -24,6 +25,7 @@ pub(crate) const CHECKS: [(&str, Check); 7] = [
     ("lease", lease),
     ("directory", directory),
     ("demo", demo),
+    ("share", share),
 ];
 
 pub(crate) fn segment(bytes: &[u8]) -> Result<(), WireError> {
@@ -67,6 +69,18 @@ pub(crate) fn description(bytes: &[u8]) -> Result<(), WireError> {
     let again = value.encode().expect("a parsed description can be written");
     assert_eq!(Description::decode(&again), Ok(value));
     Ok(())
+}
+
+pub(crate) fn share(bytes: &[u8]) -> Result<(), WireError> {
+    let request = ShareRequest::decode(bytes).map(|value| {
+        let again = value.encode().expect("a parsed request can be written");
+        assert_eq!(ShareRequest::decode(&again), Ok(value));
+    });
+    let reply = ShareReply::decode(bytes).map(|value| {
+        let again = value.encode().expect("a parsed answer can be written");
+        assert_eq!(ShareReply::decode(&again), Ok(value));
+    });
+    either(request, reply)
 }
 
 pub(crate) fn hello(bytes: &[u8]) -> Result<(), WireError> {

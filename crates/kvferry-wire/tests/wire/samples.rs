@@ -5,10 +5,10 @@ use kvferry_wire::{
     DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
     Incarnation, Instance, Interior, LeaseId, MemoryKind, Rank, ReadRejected, ReaderId,
     RegionDescription, RejectCode, RequestId, SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader,
-    TableDescription, TransferId, UcxVersion, Verdict, encode_goodbye, encode_hello,
-    encode_hello_reply, encode_ping, encode_pong, encode_read, encode_read_cancel,
-    encode_read_rejected, encode_release, encode_released, encode_renew, encode_renewed,
-    encode_service,
+    ShareReply, ShareRequest, SharedPool, TableDescription, TransferId, UcxVersion, Verdict,
+    encode_goodbye, encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read,
+    encode_read_cancel, encode_read_rejected, encode_release, encode_released, encode_renew,
+    encode_renewed, encode_service,
 };
 
 /// An encoded value.
@@ -148,6 +148,24 @@ fn packed(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
     };
     add("hello", "accepted", accepted.encode().unwrap());
     add("hello", "rejected", rejection().encode().unwrap());
+
+    let request = ShareRequest {
+        from: incarnation(1),
+        expects: incarnation(2),
+    };
+    add("share", "request", request.encode().unwrap());
+    let pool = |region, bytes| SharedPool { region, bytes };
+    let pools = ShareReply::Pools {
+        incarnation: incarnation(2),
+        word: 0x7f12_3456_7890,
+        pools: vec![pool(0, 1 << 40), pool(7, 1)],
+        more: true,
+    };
+    add("share", "pools", pools.encode().unwrap());
+    let refused = ShareReply::Refused {
+        reason: "another user".into(),
+    };
+    add("share", "refused", refused.encode().unwrap());
 
     let some = DirectoryRequest {
         ranks: Some(vec![Rank { pp: 0, tp: 0 }, Rank { pp: 1, tp: 300 }]),

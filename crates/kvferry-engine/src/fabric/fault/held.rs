@@ -9,9 +9,10 @@ use kvferry_wire::{SEGMENT_HEADER_BYTES, Segment, SegmentBody};
 use super::injected;
 use super::schedule::{Draw, Fault, FaultControl, FaultRates, Stream};
 use crate::fabric::{
-    EndpointId, FabricError, KeyId, ReadOperation, ReadToken, RegionHandle, SendBuffer, Sink,
+    CopyEnd, EndpointId, FabricError, KeyId, ReadOperation, ReadToken, RegionHandle, SendBuffer,
+    Sink,
 };
-use crate::memory::MemoryRegion;
+use crate::memory::{CopyBatch, CopyError, CopyStats, MemoryRegion};
 
 /// What becomes of an operation's completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -72,6 +73,7 @@ impl OwnedRead {
 pub(super) enum Post {
     Send(SendBuffer),
     Read(OwnedRead),
+    Copy(ReadToken, CopyBatch),
 }
 
 /// A post that has not begun.
@@ -89,6 +91,7 @@ enum Report {
     },
     Sent(SendBuffer, Result<(), FabricError>),
     ReadDone(ReadToken, Result<(), FabricError>),
+    CopyDone(ReadToken, CopyEnd),
     EndpointFailed(FabricError),
     Closed,
     ProtocolError(&'static str),
@@ -107,6 +110,9 @@ struct Open {
     /// When its end may be reported, once it is being closed.
     closing: Option<u64>,
     failed: bool,
+    /// What is stuck on it stays so after the close; the inner fabric may have closed it.
+    outlasts_close: bool,
+    inner_closed: bool,
     /// Fates of sends that the inner fabric has not reported, in the order of the posts.
     sends: VecDeque<Fate>,
     stuck: Vec<Report>,
@@ -119,6 +125,7 @@ pub(super) struct State {
     /// Operations of each kind so far.
     drawn: [u64; Stream::COUNT],
     endpoints: BTreeMap<EndpointId, Open>,
+    /// Reads and copies that the inner fabric will report, by our number.
     reads: HashMap<u64, InnerRead>,
     deferred: VecDeque<Deferred>,
     held: VecDeque<Held>,
@@ -220,6 +227,15 @@ impl State {
         self.end(read.endpoint, read.fate, report);
     }
 
+    /// A batch of copies has ended, as far as anybody but us is concerned.
+    pub(super) fn end_copy(&mut self, copy: InnerRead, mut end: CopyEnd) {
+        if let Fate::Fail(_) = copy.fate {
+            end.result = Err(copy_failed("failed"));
+        }
+        let report = Report::CopyDone(copy.token, end);
+        self.end(copy.endpoint, copy.fate, report);
+    }
+
     fn end(&mut self, endpoint: EndpointId, fate: Fate, report: Report) {
         let open = self.endpoints.get_mut(&endpoint);
         let delay = match (open.filter(|open| open.closing.is_none()), fate) {
@@ -258,8 +274,12 @@ impl State {
             return;
         }
         let mut draw = self.draw(Stream::Close);
-        let (fault, rates) = self.control.choose(&mut draw, &[Fault::CloseDelayed]);
-        let delay = fault.map_or(0, |_| draw.up_to(rates.max_delay));
+        let faults = [Fault::CloseDelayed, Fault::CloseStuck];
+        let (fault, rates) = self.control.choose(&mut draw, &faults);
+        let delay = match fault {
+            Some(Fault::CloseDelayed) => draw.up_to(rates.max_delay),
+            _ => 0,
+        };
         let turn = self.turn;
         // What has completed is reported at once; what failed need not be told any more.
         self.held.retain_mut(|held| {
@@ -273,6 +293,31 @@ impl State {
             return;
         };
         open.closing = Some(turn + delay);
+        if fault == Some(Fault::CloseStuck) && !open.stuck.is_empty() {
+            open.outlasts_close = true;
+        } else {
+            self.end_stuck(endpoint, delay);
+        }
+    }
+
+    /// Ends what outlasted the close of its endpoint.
+    pub(super) fn end_what_is_stuck(&mut self) {
+        let outlasting: Vec<EndpointId> = self
+            .endpoints
+            .iter()
+            .filter(|(_, open)| open.outlasts_close)
+            .map(|(&endpoint, _)| endpoint)
+            .collect();
+        for endpoint in outlasting {
+            self.end_stuck(endpoint, 0);
+        }
+    }
+
+    fn end_stuck(&mut self, endpoint: EndpointId, delay: u64) {
+        let Some(open) = self.endpoints.get_mut(&endpoint) else {
+            return;
+        };
+        let was_closed = std::mem::take(&mut open.outlasts_close) && open.inner_closed;
         let mut ended = std::mem::take(&mut open.stuck);
         let (ours, others) = std::mem::take(&mut self.deferred)
             .into_iter()
@@ -282,6 +327,7 @@ impl State {
             VecDeque::into_iter(ours).map(|deferred| match deferred.post {
                 Post::Send(buffer) => Report::Sent(buffer, Ok(())),
                 Post::Read(read) => Report::ReadDone(read.token, Ok(())),
+                Post::Copy(token, batch) => Report::CopyDone(token, not_copied(batch)),
             }),
         );
         for report in ended {
@@ -292,9 +338,16 @@ impl State {
                 Report::ReadDone(token, _) => {
                     Report::ReadDone(token, Err(injected("read", "stuck until the close")))
                 }
+                Report::CopyDone(token, mut end) => {
+                    end.result = Err(copy_failed("stuck until the close"));
+                    Report::CopyDone(token, end)
+                }
                 other => other,
             };
             self.hold(delay, Some(endpoint), report);
+        }
+        if was_closed {
+            self.hold(delay, Some(endpoint), Report::Closed);
         }
     }
 
@@ -383,6 +436,7 @@ impl State {
             (Report::Segment { bytes, .. }, _) => sink.segment(&bytes),
             (Report::Sent(buffer, result), Some(endpoint)) => sink.sent(endpoint, buffer, result),
             (Report::ReadDone(token, result), _) => sink.read_done(token, result),
+            (Report::CopyDone(token, end), _) => sink.copy_done(token, end),
             (Report::EndpointFailed(error), Some(endpoint)) => {
                 sink.endpoint_failed(endpoint, error);
             }
@@ -463,22 +517,47 @@ impl Sink for State {
         }
     }
 
+    fn copy_done(&mut self, token: ReadToken, end: CopyEnd) {
+        if let Some(copy) = self.reads.remove(&token.0) {
+            self.end_copy(copy, end);
+        }
+    }
+
     fn endpoint_failed(&mut self, endpoint: EndpointId, error: FabricError) {
         self.fail(endpoint, 0, error);
     }
 
     fn closed(&mut self, endpoint: EndpointId) {
-        let until = self
-            .endpoints
-            .get(&endpoint)
+        let open = self.endpoints.get_mut(&endpoint);
+        let until = open
+            .as_ref()
             .and_then(|open| open.closing)
             .unwrap_or_default();
+        if let Some(open) = open.filter(|open| open.outlasts_close) {
+            open.inner_closed = true;
+            return;
+        }
         let delay = until.saturating_sub(self.turn);
         self.hold(delay, Some(endpoint), Report::Closed);
     }
 
     fn protocol_error(&mut self, what: &'static str) {
         self.hold(0, None, Report::ProtocolError(what));
+    }
+}
+
+/// The end of a batch of which nothing was copied, as if all was.
+pub(super) fn not_copied(batch: CopyBatch) -> CopyEnd {
+    CopyEnd {
+        batch,
+        result: Ok(CopyStats::default()),
+    }
+}
+
+fn copy_failed(what: &str) -> CopyError {
+    CopyError::System {
+        pid: 0,
+        status: injected("copy", what).to_string(),
     }
 }
 

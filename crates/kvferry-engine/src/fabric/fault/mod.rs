@@ -5,7 +5,7 @@
 //! report, at the latest after [`Fabric::close`] or [`Fabric::shutdown`], buffers come back,
 //! [`Sink::closed`] comes once and last, and no memory is touched after the report of its read.
 //! Three faults break what the contract promises, for those who check it: duplicated, garbled and
-//! corrupted segments. [`Fault::ReadEmpty`] breaks the promise of a read.
+//! corrupted segments. [`Fault::ReadEmpty`] and [`Fault::CopyEmpty`] break the promise of a read.
 //!
 //! Time is counted in calls of [`Fabric::progress`], never in seconds, and [`Fabric::arm`] says
 //! *busy* while something waits for a later call.
@@ -16,20 +16,21 @@ mod schedule;
 mod tests;
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Instant;
 
 use kvferry_wire::Addresses;
 use rustix::event::epoll;
 
-use self::held::{Deferred, Fate, InnerRead, OwnedRead, Post, State};
+use self::held::{Deferred, Fate, InnerRead, OwnedRead, Post, State, not_copied};
 use self::schedule::Stream;
 pub use self::schedule::{Fault, FaultControl, FaultRates};
 use super::{
     Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, Posted, ReadOperation, ReadToken,
     RegionHandle, Registered, SendBuffer, Sink,
 };
-use crate::memory::MemoryRegion;
+use crate::memory::{CopyBatch, MemoryRegion};
 
 /// A fabric that injects faults into another. See the module's text.
 pub struct FaultFabric<F> {
@@ -118,6 +119,26 @@ impl<F: Fabric> FaultFabric<F> {
         Ok(Posted::Pending)
     }
 
+    /// Gives a batch of copies to the inner fabric, under a number of ours.
+    fn pass_copy(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        batch: CopyBatch,
+        fate: Fate,
+    ) -> Result<(), (CopyBatch, FabricError)> {
+        let number = self.state.next_read;
+        self.state.next_read += 1;
+        self.inner.copy(endpoint, ReadToken(number), batch)?;
+        let copy = InnerRead {
+            endpoint,
+            token,
+            fate,
+        };
+        self.state.await_read(number, copy);
+        Ok(())
+    }
+
     /// Begins what was held before its start and is due.
     fn begin_deferred(&mut self) -> bool {
         let due = self.state.take_due_posts();
@@ -146,6 +167,18 @@ impl<F: Fabric> FaultFabric<F> {
                         Ok(Posted::Pending) => {}
                         Ok(Posted::Done(())) => self.state.end_read(ended, Ok(())),
                         Err(error) => self.state.end_read(ended, Err(error)),
+                    }
+                }
+                Post::Copy(token, batch) => {
+                    let passed = self.pass_copy(endpoint, token, batch, Fate::Deliver);
+                    if let Err((batch, _)) = passed {
+                        let fate = Fate::Fail(0);
+                        let copy = InnerRead {
+                            endpoint,
+                            token,
+                            fate,
+                        };
+                        self.state.end_copy(copy, not_copied(batch));
                     }
                 }
             }
@@ -297,6 +330,74 @@ impl<F: Fabric> Fabric for FaultFabric<F> {
         Ok(Posted::Pending)
     }
 
+    fn copy(
+        &mut self,
+        endpoint: EndpointId,
+        token: ReadToken,
+        batch: CopyBatch,
+    ) -> Result<(), (CopyBatch, FabricError)> {
+        const FAULTS: &[Fault] = &[
+            Fault::CopyRefused,
+            Fault::CopyStuck,
+            Fault::CopyFailed,
+            Fault::CopyEmpty,
+            Fault::CopyDelayed,
+        ];
+        if !self.state.is_open(endpoint) {
+            return self.pass_copy(endpoint, token, batch, Fate::Deliver);
+        }
+        let mut draw = self.state.draw(Stream::Copy);
+        if self.state.control.is_stalled(Some(endpoint)) {
+            self.state.defer(endpoint, 0, Post::Copy(token, batch));
+            return Ok(());
+        }
+        self.state.maybe_fail(endpoint, &mut draw);
+        let (fault, rates) = self.state.control.choose(&mut draw, FAULTS);
+        let (delay, coin) = (draw.up_to(rates.max_delay), draw.coin());
+        let fate = match fault {
+            None => return self.pass_copy(endpoint, token, batch, Fate::Deliver),
+            Some(Fault::CopyRefused) => return Err((batch, injected("copy", "refused"))),
+            Some(Fault::CopyDelayed) if !coin => {
+                self.state.defer(endpoint, delay, Post::Copy(token, batch));
+                return Ok(());
+            }
+            Some(Fault::CopyStuck) => Fate::Withhold,
+            Some(Fault::CopyFailed) => Fate::Fail(delay),
+            Some(_) => Fate::Delay(delay),
+        };
+        // An empty success is never begun.
+        if coin && fault != Some(Fault::CopyEmpty) {
+            return self.pass_copy(endpoint, token, batch, fate);
+        }
+        let copy = InnerRead {
+            endpoint,
+            token,
+            fate,
+        };
+        self.state.end_copy(copy, not_copied(batch));
+        Ok(())
+    }
+
+    fn set_copy_threads(&mut self, threads: NonZeroUsize) {
+        self.inner.set_copy_threads(threads);
+    }
+
+    fn reset(&mut self, sink: &mut dyn Sink) -> Result<(), FabricError> {
+        let done = self.inner.reset(&mut self.state);
+        let mut draw = self.state.draw(Stream::Reset);
+        if self
+            .state
+            .control
+            .choose(&mut draw, &[Fault::ResetStuck])
+            .0
+            .is_none()
+        {
+            self.state.end_what_is_stuck();
+        }
+        self.state.deliver(sink);
+        done
+    }
+
     fn close(&mut self, endpoint: EndpointId) {
         self.state.closing(endpoint);
         self.inner.close(endpoint);
@@ -317,16 +418,18 @@ impl<F: Fabric> Fabric for FaultFabric<F> {
         self.inner.arm()
     }
 
-    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 2] {
-        [Some(self.events.as_fd()), None]
+    fn event_fds(&self) -> [Option<BorrowedFd<'_>>; 3] {
+        [Some(self.events.as_fd()), None, None]
     }
 
-    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) {
+    fn shutdown(&mut self, sink: &mut dyn Sink, deadline: Instant) -> bool {
         for endpoint in self.state.open_endpoints() {
             self.close(endpoint);
         }
-        self.inner.shutdown(&mut self.state, deadline);
+        let quiet = self.inner.shutdown(&mut self.state, deadline);
+        self.state.end_what_is_stuck();
         self.state.deliver_all(sink);
+        quiet
     }
 }
 

@@ -56,6 +56,17 @@ faults! {
     ReadEmpty,
     /// A read starts or completes later.
     ReadDelayed,
+    /// A batch of copies is refused.
+    CopyRefused,
+    /// A batch of copies is not reported before its endpoint is closed. The bytes are copied, or are
+    /// not.
+    CopyStuck,
+    /// A batch of copies fails. The bytes are copied, or are not.
+    CopyFailed,
+    /// A batch of copies is reported as done, and nothing was copied. Only a verifier above notices.
+    CopyEmpty,
+    /// A batch of copies starts or ends later.
+    CopyDelayed,
     /// An arriving segment is dropped.
     SegmentLost,
     /// An arriving segment loses its end, or bits of its header are changed. Parsers and the checks
@@ -74,6 +85,10 @@ faults! {
     EndpointFailed,
     /// The end of a closed endpoint, and of what is stuck on it, is reported later.
     CloseDelayed,
+    /// A close does not end what is stuck on its endpoint; a reset of the fabric does.
+    CloseStuck,
+    /// Neither does the next reset; the one after it does, or the fabric's end.
+    ResetStuck,
 }
 
 /// How often each fault is injected, and how far the harmless ones reach. Made by
@@ -315,10 +330,12 @@ pub(super) enum Stream {
     Read,
     Segment,
     Close,
+    Copy,
+    Reset,
 }
 
 impl Stream {
-    pub(super) const COUNT: usize = Self::Close as usize + 1;
+    pub(super) const COUNT: usize = Self::Reset as usize + 1;
 }
 
 /// Random numbers of one operation: `SplitMix64` (Steele, Lea and Flood, 2014).

@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::*;
-use crate::fabric::{LoopbackFabric, LoopbackNetwork};
+use crate::fabric::{CopyEnd, LoopbackFabric, LoopbackNetwork};
 use crate::memory::HostPool;
 
 const SEGMENT: usize = 256;
@@ -56,6 +56,14 @@ impl Sink for Recorder {
         let endpoint = self.reads.remove(&token).expect("one report per read");
         assert!(!self.closed.contains(&endpoint), "read_done after closed");
         self.ended.push((token, result));
+    }
+
+    fn copy_done(&mut self, token: ReadToken, end: CopyEnd) {
+        let result = end.result.map(|_| ());
+        self.read_done(
+            token,
+            result.map_err(|error| FabricError::new("copy", error.to_string())),
+        );
     }
 
     fn endpoint_failed(&mut self, endpoint: EndpointId, _: FabricError) {
@@ -459,7 +467,7 @@ fn a_stall_lets_the_thread_sleep_and_its_end_wakes_it() {
     bench.settle();
     assert_eq!(bench.sink.reports + bench.other_sink.reports, 0);
     let readable = |bench: &Bench| {
-        let [Some(events), None] = bench.fabric.event_fds() else {
+        let [Some(events), None, None] = bench.fabric.event_fds() else {
             panic!("one descriptor");
         };
         let mut fds = [PollFd::from_borrowed_fd(events, PollFlags::IN)];

@@ -21,6 +21,12 @@ fn ourselves(word: &IncarnationWord, incarnation: Incarnation) -> RemoteProcess 
     }
 }
 
+fn of_process(process: RemoteProcess) -> CopyBatch {
+    let mut batch = CopyBatch::default();
+    batch.reset(Some(process));
+    batch
+}
+
 fn incarnation(byte: u8) -> Incarnation {
     Incarnation::from_bytes([byte; 16]).unwrap()
 }
@@ -37,14 +43,19 @@ fn more_pieces_than_one_call_takes_are_read_in_full_calls() {
     let (from, to) = (region(count * 8), region(count * 8));
     from.write_at(0, &pattern(count * 8)).unwrap();
     let word = IncarnationWord::new(incarnation(7));
-    let mut batch = CopyBatch::of_process(ourselves(&word, incarnation(7)));
+    let mut batch = of_process(ourselves(&word, incarnation(7)));
     for n in 0..count as u64 {
         let at = from.address() + (count as u64 - 1 - n) * 8;
         batch.add_from_process(at, (&to, n * 8), 8).unwrap();
     }
     let stats = batch.run(&mut Vectors::default()).unwrap();
     assert_eq!(stats, CopyStats { calls: 3, short: 0 });
-    let expected: Vec<u8> = pattern(count * 8).chunks(8).rev().flatten().copied().collect();
+    let expected: Vec<u8> = pattern(count * 8)
+        .chunks(8)
+        .rev()
+        .flatten()
+        .copied()
+        .collect();
     assert!(contents(&to) == expected);
 }
 
@@ -54,8 +65,10 @@ fn another_life_is_noticed_by_its_word() {
     let word = IncarnationWord::new(incarnation(7));
     let mut process = ourselves(&word, incarnation(8));
     let run = |process: &RemoteProcess| {
-        let mut batch = CopyBatch::of_process(process.clone());
-        batch.add_from_process(from.address(), (&to, 0), 64).unwrap();
+        let mut batch = of_process(process.clone());
+        batch
+            .add_from_process(from.address(), (&to, 0), 64)
+            .unwrap();
         batch.run(&mut Vectors::default()).unwrap_err()
     };
     let stranger = |process: &RemoteProcess| CopyError::Stranger {
@@ -82,10 +95,14 @@ fn memory_that_is_not_there_is_named_and_what_was_read_stays() {
     from.write_at(0, &pattern(4096)).unwrap();
     let word = IncarnationWord::new(incarnation(7));
     let process = ourselves(&word, incarnation(7));
-    let mut batch = CopyBatch::of_process(process.clone());
-    batch.add_from_process(from.address(), (&to, 0), 1024).unwrap();
+    let mut batch = of_process(process.clone());
+    batch
+        .add_from_process(from.address(), (&to, 0), 1024)
+        .unwrap();
     batch.add_from_process(16, (&to, 1024), 1024).unwrap();
-    batch.add_from_process(from.address(), (&to, 2048), 1024).unwrap();
+    batch
+        .add_from_process(from.address(), (&to, 2048), 1024)
+        .unwrap();
     let error = batch.run(&mut Vectors::default()).unwrap_err();
     let pid = process.pid;
     assert_eq!(error, CopyError::Fault { pid, address: 16 });
@@ -100,7 +117,7 @@ fn pieces_outside_are_refused_on_either_side() {
     let fd = pool.fd().try_clone_to_owned().unwrap();
     let mapped = Arc::new(RemotePool::map(fd, 4096).unwrap());
     let to = region(4096);
-    let mut batch = CopyBatch::of_pools();
+    let mut batch = CopyBatch::default();
     assert!(batch.add_from_pool(&mapped, 4090, (&to, 0), 7).is_err());
     assert!(batch.add_from_pool(&mapped, 0, (&to, 4090), 7).is_err());
     assert!(batch.add_from_process(0, (&to, u64::MAX), 7).is_err());
@@ -120,8 +137,8 @@ proptest! {
         let word = IncarnationWord::new(incarnation(7));
         let (one, other) = (region(64 * 96), region(64 * 96));
         let mut expected = vec![0; 64 * 96];
-        let mut by_map = CopyBatch::of_pools();
-        let mut by_call = CopyBatch::of_process(ourselves(&word, incarnation(7)));
+        let mut by_map = CopyBatch::default();
+        let mut by_call = of_process(ourselves(&word, incarnation(7)));
         for &(offset, slot, bytes) in &pieces {
             let to = slot * 96;
             by_map.add_from_pool(&mapped, offset, (&one, to), bytes).unwrap();

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::*;
+use crate::fabric::CopyEnd;
 use crate::memory::HostPool;
 
 /// No wait of any test is longer.
@@ -37,6 +38,8 @@ impl Sink for Recorder {
     fn read_done(&mut self, token: ReadToken, result: Result<(), FabricError>) {
         self.reads.push((token, result));
     }
+
+    fn copy_done(&mut self, _: ReadToken, _: CopyEnd) {}
 
     fn endpoint_failed(&mut self, endpoint: EndpointId, error: FabricError) {
         self.failed.push((endpoint, error));

@@ -368,7 +368,7 @@ impl Case {
         if self.injected(Fault::SegmentGarbled) == 0 {
             self.check_diaries();
         }
-        let lies = self.injected(Fault::ReadEmpty);
+        let lies = self.injected(Fault::ReadEmpty) + self.injected(Fault::CopyEmpty);
         assert!(
             self.wrong <= lies,
             "{} successes with wrong bytes, {lies} reads lied",

@@ -79,6 +79,8 @@ fn what_is_silently_wrong_is_noticed_by_the_verifier() {
     for (lane, fault) in [
         (Lane::Native, Fault::ReadEmpty),
         (Lane::Served, Fault::SegmentCorrupted),
+        (Lane::Mapped, Fault::CopyEmpty),
+        (Lane::Attached, Fault::CopyEmpty),
     ] {
         let mut case = Case::new(&loopback(), lane, 1);
         case.set_rates(FaultRates::none().with(fault, 1000), FaultRates::none());
@@ -126,10 +128,74 @@ fn reads_that_never_complete_end_with_the_endpoint() {
     }
 }
 
+/// What outlasts the close of its endpoint ends with the worker.
+#[test]
+fn reads_that_outlast_the_close_end_with_the_worker() {
+    let mut case = Case::new(&loopback(), Lane::Native, 4);
+    let stuck = FaultRates::none()
+        .with(Fault::ReadStuck, 1000)
+        .with(Fault::CloseStuck, 1000);
+    case.set_rates(stuck, FaultRates::none());
+    case.read(0, 8, Duration::from_millis(20));
+    case.finish_all();
+    let counters = case.consumer.counters();
+    assert_eq!((counters.forced_closes, counters.worker_resets), (1, 1));
+    assert_eq!((counters.quarantined_bytes, counters.kept_bytes), (0, 0));
+    case.end(false);
+}
+
+/// What even that does not end keeps its memory, counted, and is let go of when it ends after all.
+#[test]
+fn memory_is_kept_while_its_operations_do_not_end() {
+    let mut case = Case::new(&loopback(), Lane::Native, 5);
+    let stuck = FaultRates::none()
+        .with(Fault::ReadStuck, 1000)
+        .with(Fault::CloseStuck, 1000)
+        .with(Fault::ResetStuck, 1000);
+    case.set_rates(stuck, FaultRates::none());
+    case.read(0, 8, Duration::from_millis(20));
+    until("everything was tried", || {
+        case.consumer.counters().kept_bytes > 0
+    });
+    let counters = case.consumer.counters();
+    assert_eq!(counters.kept_bytes, counters.quarantined_bytes);
+    assert_eq!((counters.forced_closes, counters.worker_resets), (1, 1));
+    let transfer = &case.flights[0].transfer;
+    assert!(transfer.poll_outcome().is_some() && !transfer.is_quiesced());
+    case.consumer.shutdown(PATIENCE).unwrap();
+    assert!(case.flights[0].transfer.is_quiesced());
+    let counters = case.consumer.counters();
+    assert_eq!((counters.kept_bytes, counters.quarantined_bytes), (0, 0));
+}
+
+/// A copy cannot be broken off: its peer stays, and its memory is kept until it ends.
+#[test]
+fn a_copy_that_does_not_end_costs_its_memory_and_not_its_peer() {
+    for lane in [Lane::Mapped, Lane::Attached] {
+        let mut case = Case::new(&loopback(), lane, 6);
+        let stuck = FaultRates::none().with(Fault::CopyStuck, 1000);
+        case.set_rates(stuck, FaultRates::none());
+        case.read(0, 8, Duration::from_millis(20));
+        until("it is kept", || case.consumer.counters().kept_bytes > 0);
+        let counters = case.consumer.counters();
+        assert_eq!((counters.forced_closes, counters.worker_resets), (0, 0));
+        assert!(case.peer.as_ref().unwrap().gone().is_none());
+        case.set_rates(FaultRates::none(), FaultRates::none());
+        case.read(0, 8, PATIENCE);
+        let outcome = case.flights[1].transfer.wait(PATIENCE).unwrap();
+        assert!(outcome.is_ok(), "others go on");
+        // The stuck ones end with the endpoint.
+        case.peer.as_ref().unwrap().disconnect();
+        case.finish_all();
+        assert_eq!(case.consumer.counters().kept_bytes, 0);
+        case.end(false);
+    }
+}
+
 /// A fabric that stands still: deadlines are kept, memory is quiet, and its release heals.
 #[test]
 fn a_stall_of_either_side_costs_its_transfers_and_nothing_else() {
-    for lane in [Lane::Served, Lane::Native] {
+    for lane in Lane::ALL {
         for ours in [true, false] {
             let mut case = Case::new(&loopback(), lane, 3);
             let side = if ours {
@@ -141,7 +207,7 @@ fn a_stall_of_either_side_costs_its_transfers_and_nothing_else() {
             case.read(0, 8, Duration::from_millis(20));
             case.read(1, 8, Duration::from_millis(300));
             case.finish_all();
-            // One-sided reads need no thread of the producer's.
+            // One-sided reads and copies need no thread of the producer's.
             let expected = if ours || lane == Lane::Served { 2 } else { 0 };
             assert_eq!(case.consumer.counters().transfers_failed, expected);
             case.end(false);
@@ -156,6 +222,26 @@ fn any_schedule_over_the_served_lane() {
         Lane::Served,
         2,
         "any_schedule_over_the_served_lane",
+    );
+}
+
+#[test]
+fn any_schedule_over_the_mapped_lane() {
+    run_all(
+        loopback,
+        Lane::Mapped,
+        2,
+        "any_schedule_over_the_mapped_lane",
+    );
+}
+
+#[test]
+fn any_schedule_over_the_attached_lane() {
+    run_all(
+        loopback,
+        Lane::Attached,
+        2,
+        "any_schedule_over_the_attached_lane",
     );
 }
 

@@ -26,6 +26,7 @@ fn hasty(name: &str) -> EngineConfig {
     config.dead_after = Duration::from_millis(200);
     config.connect_timeout = Duration::from_millis(200);
     config.transfer_timeout = Duration::from_millis(300);
+    config.escalation_step = Duration::from_millis(50);
     config
 }
 

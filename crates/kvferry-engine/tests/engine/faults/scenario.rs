@@ -41,11 +41,19 @@ pub(super) struct Scenario {
 }
 
 fn rates() -> impl Strategy<Value = FaultRates> {
-    // Silent corruption has tests of its own.
+    // Silent corruption, and what only the end of the engine ends, have tests of their own.
     let loud: Vec<Fault> = Fault::ALL
         .iter()
         .copied()
-        .filter(|fault| !matches!(fault, Fault::SegmentCorrupted | Fault::RegisterRefused))
+        .filter(|fault| {
+            !matches!(
+                fault,
+                Fault::SegmentCorrupted
+                    | Fault::RegisterRefused
+                    | Fault::CopyStuck
+                    | Fault::ResetStuck
+            )
+        })
         .collect();
     let some = (
         prop::sample::select(loud),
