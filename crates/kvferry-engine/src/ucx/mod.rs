@@ -192,14 +192,22 @@ impl UcxFabric {
     }
 
     fn ended(&mut self, operation: Operation, status: ucs_status_t, sink: &mut dyn Sink) {
-        self.one_less(operation.endpoint());
+        self.one_less(&operation);
         report(operation, |call| status::check(call, status), sink);
     }
 
     /// An operation of an endpoint has ended.
-    fn one_less(&mut self, endpoint: EndpointId) {
+    fn one_less(&mut self, operation: &Operation) {
+        let endpoint = operation.endpoint();
         if let Some(found) = self.endpoints.get_mut(&endpoint) {
             found.pending = found.pending.saturating_sub(1);
+            if let Operation::Send { .. } = operation {
+                found.sends = found.sends.saturating_sub(1);
+            }
+            if found.phase == Phase::Closing {
+                // Perhaps its last send.
+                found.close(endpoint, &mut self.operations);
+            }
             if found.is_closed() {
                 self.closing.push(endpoint);
             }
@@ -229,9 +237,13 @@ impl UcxFabric {
         any
     }
 
+    /// Closes everything, by force where sends are under way: the workers are about to be destroyed.
     fn close_all(&mut self) {
         let endpoints: Vec<EndpointId> = self.endpoints.keys().copied().collect();
         for endpoint in endpoints {
+            if let Some(found) = self.endpoints.get_mut(&endpoint) {
+                found.close_message(endpoint, &mut self.operations);
+            }
             self.close(endpoint);
         }
     }
@@ -308,15 +320,8 @@ impl Fabric for UcxFabric {
                 })
                 .ok()
         });
-        self.endpoints.insert(
-            endpoint,
-            Endpoint {
-                message,
-                data,
-                phase: Phase::Open,
-                pending: 0,
-            },
-        );
+        self.endpoints
+            .insert(endpoint, Endpoint::new(message, data));
         Ok(())
     }
 
@@ -379,6 +384,7 @@ impl Fabric for UcxFabric {
             }
             Submitted::Ended(..) | Submitted::Pending => {
                 found.pending += 1;
+                found.sends += 1;
                 Ok(Posted::Pending)
             }
         }
@@ -482,10 +488,9 @@ impl Fabric for UcxFabric {
             self.handle(event, sink);
         }
         for operation in self.operations.take_data() {
-            let endpoint = operation.endpoint();
+            self.one_less(&operation);
             let ended = |call| Err(FabricError::new(call, "its worker was destroyed"));
             report(operation, ended, sink);
-            self.one_less(endpoint);
         }
         for (&id, endpoint) in &mut self.endpoints {
             if endpoint.data.take().is_some() && endpoint.phase == Phase::Open {

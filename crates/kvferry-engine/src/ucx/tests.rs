@@ -275,38 +275,43 @@ fn clog(a: &mut Node, to: EndpointId) -> usize {
     pending
 }
 
+/// The peer takes what was sent before the endpoint is closed, or dies; until then it is not.
 #[test]
 fn closing_reports_every_pending_send_and_then_the_end() {
-    let (mut a, mut b) = (Node::new(false), Node::new(false));
-    let to_b = a.connect(1, &b);
-    a.send(to_b, b"first");
-    until(&mut [&mut a, &mut b], "the first", |nodes| {
-        nodes[1].sink.segments.len() == 1
-    });
-    assert!(clog(&mut a, to_b) >= 16);
-    a.fabric.close(to_b);
-    a.fabric.close(to_b);
-    until(&mut [&mut a], "closing", |nodes| {
-        !nodes[0].sink.closed.is_empty()
-    });
-    assert!(a.all_sends_are_reported());
-    assert_eq!(a.sink.closed, [to_b]);
-    assert!(a.sink.sent.iter().any(|(_, _, result)| result.is_err()));
-    assert!(a.sink.sent.iter().all(|&(endpoint, ..)| endpoint == to_b));
-    assert!(a.sink.failed.is_empty(), "our own closing is no failure");
-    assert_eq!(a.fabric.operations.len(), 0);
-    let (_, error) = a.fabric.send(to_b, buffer(b"late")).unwrap_err();
-    assert!(error.status.contains("no such endpoint"), "{error}");
-    // A new endpoint works.
-    let again = a.connect(2, &b);
-    a.send(again, b"again");
-    until(&mut [&mut a, &mut b], "a new endpoint", |nodes| {
-        nodes[1]
-            .sink
-            .segments
-            .iter()
-            .any(|segment| segment == b"again")
-    });
+    for dies in [false, true] {
+        let (mut a, mut b) = (Node::new(false), Node::new(false));
+        let to_b = a.connect(1, &b);
+        a.send(to_b, b"first");
+        until(&mut [&mut a, &mut b], "the first", |nodes| {
+            nodes[1].sink.segments.len() == 1
+        });
+        assert!(clog(&mut a, to_b) >= 16);
+        a.fabric.close(to_b);
+        a.fabric.close(to_b);
+        while a.progress() {}
+        assert!(a.sink.closed.is_empty(), "its sends are under way");
+        let (_, error) = a.fabric.send(to_b, buffer(b"late")).unwrap_err();
+        assert!(error.status.contains("being closed"), "{error}");
+        // A new endpoint to somebody else works, also when the old one's peer dies now.
+        if dies {
+            end_unanswered(&mut b);
+            b = Node::new(false);
+        }
+        let again = a.connect(2, &b);
+        a.send(again, b"again");
+        until(&mut [&mut a, &mut b], "both", |nodes| {
+            let segments = &nodes[1].sink.segments;
+            !nodes[0].sink.closed.is_empty() && segments.iter().any(|it| it == b"again")
+        });
+        assert!(a.all_sends_are_reported());
+        assert_eq!(a.sink.closed, [to_b]);
+        let failed = a.sink.sent.iter().filter(|(_, _, result)| result.is_err());
+        assert_eq!(failed.count() > 0, dies);
+        assert!(a.sink.failed.is_empty(), "our own closing is no failure");
+        assert_eq!(a.fabric.operations.len(), 0);
+        let (_, error) = a.fabric.send(to_b, buffer(b"late")).unwrap_err();
+        assert!(error.status.contains("no such endpoint"), "{error}");
+    }
 }
 
 /// C51 and its kind: a dead peer is reported once, and what is posted afterwards is an error.
@@ -651,4 +656,50 @@ fn transport_lists_that_cannot_carry_messages_are_refused() {
     for list in [c"tcp", c"self,tcp", c"posix,sysv,cma,tcp", c"all"] {
         UcxFabric::with_settings(true, &[(c"TLS", list)]).unwrap();
     }
+}
+
+/// The data worker is destroyed and made anew: what was under way is reported, its endpoint fails, and
+/// a new one reads.
+#[test]
+fn a_reset_ends_the_reads_and_new_endpoints_read_again() {
+    let (memory, mut a, mut b, to_b) = with_work_under_way();
+    let before = a.fabric.addresses();
+    let Node { fabric, sink, .. } = &mut a;
+    fabric.reset(sink).unwrap();
+    assert_eq!(a.sink.reads.len(), 4);
+    assert!(a.sink.reads.iter().all(|(_, result)| result.is_err()));
+    assert_eq!(a.sink.failed.len(), 1);
+    assert_eq!(a.sink.failed[0].0, to_b);
+    assert!(a.sink.closed.is_empty());
+    let after = a.fabric.addresses();
+    assert_eq!(before.message, after.message);
+    assert_ne!(before.data, after.data);
+    a.fabric.close(to_b);
+    // Without progress of b, which would answer reads of a worker that is gone: 1.13 aborts then.
+    end_unanswered(&mut b);
+    until(&mut [&mut a], "closed", |nodes| {
+        !nodes[0].sink.closed.is_empty()
+    });
+    assert!(a.all_sends_are_reported());
+    let mut c = Node::new(true);
+    let to_c = a.connect(2, &c);
+    let [source, target] = &memory;
+    let registered = c.fabric.register(source).unwrap();
+    let key = a.fabric.import_key(to_c, &registered.key.unwrap()).unwrap();
+    let local_handle = a.fabric.register(target).unwrap().handle;
+    target.fill(0, target.bytes(), 0).unwrap();
+    let operation = ReadOperation {
+        key,
+        remote_address: source.address(),
+        local: target,
+        local_handle,
+        local_offset: 0,
+        bytes: source.bytes(),
+    };
+    a.read(to_c, 9, &operation).unwrap();
+    until(&mut [&mut a, &mut c], "the read", |nodes| {
+        nodes[0].sink.reads.len() == 5
+    });
+    assert_eq!(a.sink.reads[4], (ReadToken(9), Ok(())));
+    assert!(bytes_of(target) == bytes_of(source));
 }
