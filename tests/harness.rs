@@ -83,7 +83,27 @@ impl Child {
     /// Starts a child. Loopback is the only network device unless the environment says otherwise.
     #[must_use]
     pub fn start(role: &str, arguments: &impl Serialize, environment: Environment<'_>) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        Self::start_under(&[], role, arguments, environment)
+    }
+
+    /// Starts a child by another program, which is given as its name and arguments. That program is to
+    /// become the child, or to end with it and to end it.
+    #[must_use]
+    pub fn start_under(
+        wrapper: &[&str],
+        role: &str,
+        arguments: &impl Serialize,
+        environment: Environment<'_>,
+    ) -> Self {
+        let this = std::env::current_exe().unwrap();
+        let mut command = match wrapper.split_first() {
+            None => Command::new(this),
+            Some((program, arguments)) => {
+                let mut command = Command::new(program);
+                command.args(arguments).arg(this);
+                command
+            }
+        };
         command
             .env(ROLE, role)
             .stdin(Stdio::piped())
@@ -153,6 +173,21 @@ impl Child {
     #[must_use]
     pub fn is_quiet_for(&self, time: Duration) -> bool {
         self.lines.recv_timeout(time).is_err()
+    }
+
+    /// Stops the child, as `SIGSTOP` does.
+    pub fn stop(&self) {
+        self.signal(rustix::process::Signal::STOP);
+    }
+
+    /// Lets a stopped child go on.
+    pub fn go_on(&self) {
+        self.signal(rustix::process::Signal::CONT);
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
     }
 
     /// Kills the child at once, as a crash would.

@@ -1,6 +1,7 @@
 //! What a child process can be.
 
 mod consumer;
+mod engine;
 mod messenger;
 mod producer;
 
@@ -14,6 +15,7 @@ use serde_json::json;
 use crate::harness::{requests, say};
 
 pub use consumer::{Read, ReadResult};
+pub use engine::{Connected, Ended, EngineChild, EngineSpec, Memory};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use producer::{Counted, Layout, Started};
 
@@ -39,6 +41,9 @@ impl Packed {
 /// # Panics
 /// If anything goes wrong: the parent sees it by the exit status.
 pub fn run(role: &str, arguments: &str) {
+    if role == "engine" {
+        engine::keep_log();
+    }
     let _ = tracing_subscriber::fmt()
         .with_env_filter(tracing_subscriber::EnvFilter::from_env("KVFERRY_LOG"))
         .with_writer(std::io::stderr)
@@ -46,6 +51,7 @@ pub fn run(role: &str, arguments: &str) {
     match role {
         "producer" => producer::run(&serde_json::from_str(arguments).unwrap()),
         "read" => consumer::run(&serde_json::from_str(arguments).unwrap()),
+        "engine" => engine::run(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
         "start" => start(),
