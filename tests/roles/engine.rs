@@ -84,8 +84,10 @@ enum Order {
         pairs: Vec<(u32, u32)>,
         timeout_ms: u64,
     },
-    /// Cancels the last read as soon as it has moved something.
-    CancelMidway,
+    /// Cancels the last read: as soon as it has moved something, or at once.
+    CancelMidway {
+        patient: bool,
+    },
     Wait,
     Fill(u8),
     Check(u8),
@@ -180,17 +182,23 @@ impl EngineChild {
         assert_eq!(error, "");
     }
 
-    /// Starts a read that is expected to be refused; why.
-    pub fn read_refused(&mut self, pairs: &[(u32, u32)]) -> String {
-        self.order(&Order::Read {
+    /// Starts a read, or says why it was refused.
+    pub fn read_or_refused(&mut self, pairs: &[(u32, u32)], timeout: Duration) -> Option<String> {
+        let error: String = self.order(&Order::Read {
             pairs: pairs.to_vec(),
-            timeout_ms: 0,
-        })
+            timeout_ms: timeout.as_millis() as u64,
+        });
+        (!error.is_empty()).then_some(error)
     }
 
     /// Cancels the last read when it has moved something; how much, or nothing if it had ended.
     pub fn cancel_midway(&mut self) -> Option<u64> {
-        self.order(&Order::CancelMidway)
+        self.order(&Order::CancelMidway { patient: true })
+    }
+
+    /// Cancels the last read, whatever it has moved.
+    pub fn cancel_now(&mut self) -> Option<u64> {
+        self.order(&Order::CancelMidway { patient: false })
     }
 
     /// Waits for the end of the last read, and quiet.
@@ -338,7 +346,7 @@ impl Host {
             Order::Describe => json!(Packed::of(&self.engine)),
             Order::Connect { to, lane, host } => self.connect(&to, &lane, host),
             Order::Read { pairs, timeout_ms } => json!(self.read(&pairs, timeout_ms)),
-            Order::CancelMidway => json!(self.cancel_midway()),
+            Order::CancelMidway { patient } => json!(self.cancel_midway(patient)),
             Order::Wait => self.wait(),
             Order::Fill(byte) => {
                 self.memory.fill(0, self.memory.bytes(), byte).unwrap();
@@ -417,9 +425,9 @@ impl Host {
         c.served_bytes + c.native_bytes + c.mapped_bytes + c.attached_bytes
     }
 
-    fn cancel_midway(&mut self) -> Option<u64> {
+    fn cancel_midway(&mut self, patient: bool) -> Option<u64> {
         let (transfer, started) = self.transfer.as_ref().unwrap();
-        while self.arrived() == self.moved {
+        while patient && self.arrived() == self.moved {
             assert!(started.elapsed() < PATIENCE, "nothing arrives");
             if transfer.poll_outcome().is_some() {
                 return None;

@@ -2,6 +2,7 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod ends;
 mod messages;
 mod reads;
 mod start;
@@ -11,6 +12,7 @@ fn main() -> std::process::ExitCode {
     let mut cases = reads::cases();
     cases.extend(messages::cases());
     cases.extend(start::cases());
+    cases.extend(ends::cases());
     cases.extend(usable::cases());
     kvferry_tests::harness::main(cases)
 }
