@@ -5,7 +5,7 @@
 //! is the engine's, under the connector's leases.
 //!
 //! Invariant: the exit status is 0 only if every byte that was to be read was read and verified,
-//! nothing is held at the end, and UCX carried all of it. It is 2 for a bad command line, which
+//! nothing is held at the end, and the lane carried all of it. It is 2 for a bad command line, which
 //! includes sizes for which there is no memory, and 1 for everything else.
 
 mod args;

@@ -35,13 +35,24 @@ pub(crate) struct Facts<'a> {
     pub(crate) summary: Result<DemoSummary, CliError>,
 }
 
-/// Bytes that UCX carried, by the engine's own count.
+/// Bytes that each lane carried, by the engine's own count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct BytesByLane {
     pub(crate) mapped: u64,
     pub(crate) native: u64,
     pub(crate) attached: u64,
     pub(crate) served: u64,
+}
+
+impl BytesByLane {
+    fn of(self, lane: Lane) -> u64 {
+        match lane {
+            Lane::Mapped => self.mapped,
+            Lane::Native => self.native,
+            Lane::Attached => self.attached,
+            Lane::Served => self.served,
+        }
+    }
 }
 
 /// A run's result. Its fields are those of the JSON object.
@@ -118,9 +129,10 @@ impl Report {
             verified_bytes: totals.verified_bytes,
             lane: facts.lane.name(),
             bytes_by_lane: BytesByLane {
+                mapped: after.mapped_bytes - before.mapped_bytes,
                 native: after.native_bytes - before.native_bytes,
+                attached: after.attached_bytes - before.attached_bytes,
                 served: after.served_bytes - before.served_bytes,
-                ..BytesByLane::default()
             },
             emulated: facts.emulated && facts.lane == Lane::Native,
             transports: facts.transports,
@@ -175,20 +187,14 @@ impl Report {
         differ("blocks read", self.blocks, blocks);
         differ("bytes read", self.bytes, bytes);
         differ("bytes verified", self.verified_bytes, bytes);
-        let carried = self.bytes_by_lane;
-        let native = lane == Lane::Native;
-        let (by_native, by_served) = if native { (bytes, 0) } else { (0, bytes) };
-        differ(
-            "bytes that UCX carried over the native lane",
-            carried.native,
-            by_native,
-        );
-        differ(
-            "bytes that UCX carried over the served lane",
-            carried.served,
-            by_served,
-        );
-        if native {
+        for other in Lane::ALL {
+            differ(
+                &format!("bytes carried over the {other} lane"),
+                self.bytes_by_lane.of(other),
+                if other == lane { bytes } else { 0 },
+            );
+        }
+        if lane == Lane::Native {
             differ(
                 "GETs posted for the runs that were read",
                 self.gets,

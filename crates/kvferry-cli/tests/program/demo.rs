@@ -23,11 +23,14 @@ fn run(lane: &str, tls: Option<&str>) -> Value {
 }
 
 #[test]
-fn both_lanes_move_the_same_over_whatever_ucx_finds() {
-    let (served, native) = (run("served", None), run("native", None));
+fn every_lane_moves_the_same_over_whatever_ucx_finds() {
+    let served = run("served", None);
     check_good(&served, "served");
-    check_good(&native, "native");
-    assert_eq!(served["operations"], native["operations"]);
+    for lane in ["mapped", "native", "attached"] {
+        let other = run(lane, None);
+        check_good(&other, lane);
+        assert_eq!(served["operations"], other["operations"]);
+    }
 }
 
 #[test]
@@ -40,7 +43,7 @@ fn both_lanes_move_the_same_over_tcp() {
 
 #[test]
 fn the_automatic_lane_is_one_that_does_not_emulate() {
-    check_good(&run("auto", None), "served");
+    check_good(&run("auto", None), "mapped");
 }
 
 #[test]
@@ -48,7 +51,7 @@ fn the_seed_changes_the_ids_and_not_the_amount() {
     for seed in ["0", "7", "18446744073709551615"] {
         let mut command = kvferry(["demo", "--json", "--seed", seed]);
         command.args(SIZES);
-        check_good(&object(&finish(command)), "served");
+        check_good(&object(&finish(command)), "mapped");
     }
 }
 
@@ -115,7 +118,7 @@ fn faulty(fault: &str, lane: &str) -> (Value, String) {
 
 #[test]
 fn a_read_that_never_happens_is_noticed() {
-    for lane in ["served", "native"] {
+    for lane in ["mapped", "native", "attached", "served"] {
         let (object, told) = faulty("skip-read", lane);
         assert!(
             told.contains("request 0, layer 0, block 0: nothing was written"),

@@ -18,15 +18,7 @@ fn refused(command: Command, status: i32, parts: &[&str]) {
 }
 
 #[test]
-fn lanes_that_are_not_built_are_refused_by_name() {
-    for lane in ["mapped", "attached"] {
-        let command = kvferry(["demo", "--json", "--requests=1", "--lane", lane]);
-        refused(
-            command,
-            1,
-            &[&format!("lane {lane}"), "does not have it yet"],
-        );
-    }
+fn a_lane_that_there_is_not_is_refused_with_those_there_are() {
     refused(
         kvferry(["demo", "--lane", "fast"]),
         2,

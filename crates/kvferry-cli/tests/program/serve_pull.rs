@@ -36,7 +36,7 @@ fn a_producer_serves_one_pull_after_another_until_it_is_interrupted() {
     for _ in 0..2 {
         let output = finish(kvferry(["pull", &address, "--json"]));
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-        check_good(&object(&output), "served");
+        check_good(&object(&output), "mapped");
     }
     let told = interrupt(producer, "INT");
     assert!(
@@ -66,7 +66,7 @@ fn several_pulls_at_once_each_get_everything() {
     for pull in pulls {
         let output = pull.output();
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-        check_good(&object(&output), "served");
+        check_good(&object(&output), "mapped");
     }
     interrupt(producer, "TERM");
 }
@@ -97,7 +97,7 @@ fn garbage_at_the_directory_disturbs_nobody() {
     stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let output = finish(kvferry(["pull", &address, "--json"]));
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    check_good(&object(&output), "served");
+    check_good(&object(&output), "mapped");
     interrupt(producer, "INT");
 }
 
