@@ -44,6 +44,7 @@ mod progress;
 mod region;
 mod service;
 mod shared;
+mod sync;
 mod table;
 mod transfer;
 mod ucx;
