@@ -3,7 +3,7 @@
 //! The catalog (regions and tables) is written by handles under a lock and read by the progress
 //! thread once per read request, never per block.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -111,6 +111,9 @@ impl Shared {
     pub(crate) fn submit(&self, command: Command) -> Result<(), EngineError> {
         self.check()?;
         self.commands.push(command);
+        // Either this thread sees that the engine has stopped, or the progress thread's last look
+        // sees the command; pairs with `mark_stopped`.
+        fence(Ordering::SeqCst);
         if self.is_stopped() {
             // The progress thread may have looked at the queue for the last time before the push.
             self.refuse_commands();
@@ -153,9 +156,10 @@ impl Shared {
         })
     }
 
-    /// Called by the progress thread when it takes no more commands.
+    /// Called by the progress thread when it takes no more commands, before its last look at them.
     pub(crate) fn mark_stopped(&self) {
         self.stopped.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
     }
 
     pub(crate) fn is_stopped(&self) -> bool {
