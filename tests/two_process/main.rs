@@ -2,6 +2,8 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod churn;
+mod idle;
 mod messages;
 mod reads;
 mod start;
@@ -10,5 +12,7 @@ fn main() -> std::process::ExitCode {
     let mut cases = reads::cases();
     cases.extend(messages::cases());
     cases.extend(start::cases());
+    cases.extend(churn::cases());
+    cases.extend(idle::cases());
     kvferry_tests::harness::main(cases)
 }
