@@ -1,9 +1,12 @@
 //! What a child process can be.
 
+mod churn;
 mod consumer;
 mod engine;
 mod messenger;
 mod producer;
+mod resources;
+mod sleepers;
 
 use std::time::Duration;
 
@@ -14,10 +17,13 @@ use serde_json::json;
 
 use crate::harness::{requests, say};
 
+pub use churn::{Churn, Stage, Work};
 pub use consumer::{Read, ReadResult};
 pub use engine::{Connected, Ended, EngineChild, EngineSpec, Memory};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use producer::{Counted, Layout, Started};
+pub use resources::Resources;
+pub use sleepers::{Answered, Echoed, Many, ReadByAll};
 
 /// Time for the end of an engine in a child.
 const SHUTDOWN: Duration = Duration::from_secs(10);
@@ -54,6 +60,10 @@ pub fn run(role: &str, arguments: &str) {
         "engine" => engine::run(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
+        "churn" => churn::run(&serde_json::from_str(arguments).unwrap()),
+        "many" => sleepers::many(&serde_json::from_str(arguments).unwrap()),
+        "echo" => sleepers::echo(),
+        "round_trips" => sleepers::round_trips(&serde_json::from_str(arguments).unwrap()),
         "start" => start(),
         "leave" => leave(),
         other => panic!("no role {other:?}"),

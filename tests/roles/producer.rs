@@ -11,6 +11,8 @@ use kvferry_engine::{Engine, HostPool, MemoryRegion, Replies, Sender, Service, T
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
+use super::churn::register_often;
+use super::resources::{Resources, cpu_ms};
 use super::{Packed, SHUTDOWN, assert_generation, config};
 use crate::harness::{requests, say};
 use crate::pattern;
@@ -141,6 +143,11 @@ pub(super) fn run(layout: &Layout) {
                     "cpu_ms": cpu_ms(),
                 }));
             }
+            ("resources", _) => say(&json!(Resources::now())),
+            ("register", count) => {
+                register_often(&engine, count.parse().unwrap());
+                say(&json!(Resources::now()));
+            }
             ("lease", count) => {
                 let count: u64 = count.parse().unwrap();
                 let epochs = || (1..=count).map(|epoch| Epoch::new(epoch).unwrap());
@@ -173,18 +180,4 @@ pub(super) fn run(layout: &Layout) {
         }
     }
     engine.shutdown(SHUTDOWN).unwrap();
-}
-
-/// User and system time of this process, from /proc, in milliseconds.
-fn cpu_ms() -> u64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
-    // The command's name may hold spaces; the fields start behind its bracket.
-    let fields: Vec<&str> = stat
-        .rsplit_once(')')
-        .unwrap()
-        .1
-        .split_whitespace()
-        .collect();
-    let ticks: u64 = fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap();
-    ticks * 1000 / rustix::param::clock_ticks_per_second()
 }

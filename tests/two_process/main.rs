@@ -2,7 +2,9 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod churn;
 mod ends;
+mod idle;
 mod messages;
 mod reads;
 mod start;
@@ -14,5 +16,7 @@ fn main() -> std::process::ExitCode {
     cases.extend(start::cases());
     cases.extend(ends::cases());
     cases.extend(usable::cases());
+    cases.extend(churn::cases());
+    cases.extend(idle::cases());
     kvferry_tests::harness::main(cases)
 }

@@ -2,10 +2,15 @@
 //!
 //! A cell is shared by one handle and the progress thread. The thread sets the outcome once and
 //! later, or at the same time, marks the cell quiesced; the handle polls, waits or awaits.
+//!
+//! Invariant: whoever waits, by thread or by waker, is woken once both have happened, whatever the
+//! interleaving; of several wakers the last one counts. `tests/loom` checks it.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
+
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 #[derive(Debug)]
 struct State<T> {

@@ -45,6 +45,7 @@ mod region;
 mod same_host;
 mod service;
 mod shared;
+mod sync;
 mod table;
 mod transfer;
 mod ucx;

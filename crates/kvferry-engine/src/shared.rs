@@ -4,7 +4,7 @@
 //! thread once per read request, never per block.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -150,6 +150,9 @@ impl Shared {
     pub(crate) fn submit(&self, command: Command) -> Result<(), EngineError> {
         self.check()?;
         self.commands.push(command);
+        // Either this thread sees that the engine has stopped, or the progress thread's last look
+        // sees the command; pairs with `mark_stopped`.
+        fence(Ordering::SeqCst);
         if self.is_stopped() {
             // The progress thread may have looked at the queue for the last time before the push.
             self.refuse_commands();
@@ -192,9 +195,10 @@ impl Shared {
         })
     }
 
-    /// Called by the progress thread when it takes no more commands.
+    /// Called by the progress thread when it takes no more commands, before its last look at them.
     pub(crate) fn mark_stopped(&self) {
         self.stopped.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
         if let Some(share) = self.share.get() {
             share.stop();
         }

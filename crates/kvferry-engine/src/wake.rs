@@ -1,55 +1,63 @@
-//! Waking the progress thread.
+//! Waking a thread that sleeps in `poll`, such as the progress thread.
 //!
-//! Invariant: a caller that submitted and then called [`Waker::wake`] is seen, either by the look at
-//! the queue that follows [`Waker::about_to_sleep`] or by the event that ends the sleep.
+//! Any number of threads submit to some queue and then call [`Waker::wake`]; one thread sleeps:
+//! [`Waker::about_to_sleep`], a look at the queue, `poll` if it is empty, [`Waker::awake`].
+//!
+//! Invariants: a submission is seen, either by that look or by the event that ends the sleep; and
+//! an event ends one sleep, not every later one too. `tests/loom` checks both.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
+use crate::sync::{AtomicBool, AtomicU64, Event, EventFd, Ordering};
 
-use rustix::event::{EventfdFlags, eventfd};
-
-/// An eventfd that is written to only when somebody sleeps.
+/// An event that is signalled only when somebody sleeps.
 #[derive(Debug)]
 pub(crate) struct Waker {
-    fd: OwnedFd,
+    event: Event,
     asleep: AtomicBool,
+    /// Signals that are on their way: their sender has taken the flag, and we have not yet taken
+    /// them. Only the sleeper looks at it.
+    owed: AtomicU64,
 }
 
 impl Waker {
     pub(crate) fn new() -> std::io::Result<Self> {
-        let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         Ok(Self {
-            fd,
+            event: Event::new()?,
             asleep: AtomicBool::new(false),
+            owed: AtomicU64::new(0),
         })
     }
 
     /// Ends the current sleep, or the next one if it has been announced. Call after submitting.
     pub(crate) fn wake(&self) {
-        // Orders the submission before the look at the flag; pairs with `about_to_sleep`.
-        fence(Ordering::SeqCst);
-        if self.asleep.swap(false, Ordering::SeqCst) {
-            // The only failure is a full counter, and then the sleeper wakes anyway.
-            let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+        // Every change of the flag is a swap that acquires and releases, so all of them stand in one
+        // order: either this one finds the sleep announced, or the announcement comes behind it and
+        // sees what was submitted before.
+        if self.asleep.swap(false, Ordering::AcqRel) {
+            self.event.add_one();
         }
     }
 
     /// Announces a sleep. The caller must look at its queue once more after this.
     pub(crate) fn about_to_sleep(&self) {
-        self.asleep.store(true, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
+        self.asleep.swap(true, Ordering::AcqRel);
     }
 
     /// Ends an announced sleep, from the sleeper's side.
     pub(crate) fn awake(&self) {
-        if !self.asleep.swap(false, Ordering::SeqCst) {
-            // Somebody has written, or is about to: take the event if it is there. One that comes
-            // later costs one empty turn of the loop.
-            let _ = rustix::io::read(&self.fd, &mut [0_u8; 8]);
+        let mut owed = self.owed.load(Ordering::Relaxed);
+        if !self.asleep.swap(false, Ordering::AcqRel) {
+            // Somebody has signalled, or is about to.
+            owed += 1;
+        }
+        if owed > 0 {
+            // What is not there yet is taken after a later sleep, which it ends at once. Left where
+            // it is, it would end them all.
+            owed = owed.saturating_sub(self.event.take());
+            self.owed.store(owed, Ordering::Relaxed);
         }
     }
 
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    pub(crate) fn fd(&self) -> EventFd<'_> {
+        self.event.fd()
     }
 }
