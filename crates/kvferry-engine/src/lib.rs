@@ -69,4 +69,4 @@ pub use region::Region;
 pub use service::{PeerId, Replies, Sender, Service};
 pub use table::{RemoteTable, Table, TableSpec};
 pub use transfer::{Transfer, TransferReport};
-pub use ucx::UcxFabric;
+pub use ucx::{UcxFabric, UcxOptions};

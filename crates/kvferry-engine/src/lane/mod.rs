@@ -93,10 +93,12 @@ impl FromStr for LaneChoice {
 /// What lane selection knows about us and a peer.
 #[derive(Debug)]
 pub(crate) struct Situation<'a> {
+    /// What the fabric has, at best.
     pub(crate) native: &'a NativeReads,
     pub(crate) ours: Option<UcxVersion>,
     pub(crate) peer: &'a Description,
-    pub(crate) data_endpoint: bool,
+    /// What the endpoint to the peer got.
+    pub(crate) endpoint: NativeReads,
 }
 
 impl Situation<'_> {
@@ -125,10 +127,22 @@ impl Situation<'_> {
                 "UCX {ours} cannot unpack remote keys of UCX {theirs}"
             ));
         }
-        if !self.data_endpoint {
-            return Some("no endpoint to the peer's data context could be made".into());
+        match &self.endpoint {
+            NativeReads::Unavailable(reason) => Some(reason.clone()),
+            NativeReads::Real | NativeReads::Emulated => None,
         }
-        None
+    }
+
+    /// Why blocks would not come by a GET of the network's own, or nothing.
+    pub(crate) fn rdma_refusal(&self, choice: LaneChoice) -> Option<String> {
+        match (choice, &self.endpoint) {
+            (LaneChoice::Pinned(lane), _) if lane != Lane::Native => {
+                Some(format!("lane {lane} was asked for, and it uses none"))
+            }
+            _ if self.native_refusal().is_some() => self.native_refusal(),
+            (_, NativeReads::Emulated) => Some("UCX would emulate the reads".into()),
+            _ => None,
+        }
     }
 
     /// Picks a lane.
@@ -142,7 +156,7 @@ impl Situation<'_> {
                 None => Ok(lane),
             },
             LaneChoice::Auto => {
-                let emulated = matches!(self.native, NativeReads::Emulated);
+                let emulated = matches!(self.endpoint, NativeReads::Emulated);
                 let usable = Lane::ALL.into_iter().find(|&lane| {
                     self.refusal(lane).is_none() && !(lane == Lane::Native && emulated)
                 });

@@ -12,7 +12,7 @@ use crate::counters::add;
 use crate::error::{ConnectError, TransferError};
 use crate::fabric::{EndpointId, Fabric, KeyId};
 use crate::lane::served::ServeJob;
-use crate::lane::{LaneChoice, Situation};
+use crate::lane::{Lane, LaneChoice, Situation};
 use crate::message::{Inbox, Outbox};
 use crate::peer::PeerShared;
 use crate::service::PeerId;
@@ -207,16 +207,31 @@ impl Core {
             native: &self.native,
             ours: self.shared.ucx_version(),
             peer: &peer.description,
-            data_endpoint: fabric.has_data_endpoint(EndpointId(id)),
+            endpoint: fabric.native_reads(EndpointId(id)),
         };
-        let lane =
-            situation
-                .choose(choice)
-                .map_err(|(lane, reason)| ConnectError::LaneUnavailable {
-                    peer: peer.name(),
-                    lane,
-                    reason,
-                })?;
+        if self.shared.config.require_rdma
+            && let Some(reason) = situation.rdma_refusal(choice)
+        {
+            return Err(ConnectError::NoRdma {
+                peer: peer.name(),
+                reason,
+                found: fabric.capabilities().transports.clone(),
+                transports: peer.transports.clone(),
+            });
+        }
+        // Nothing else will do, also where another lane would come first.
+        let strict = LaneChoice::Pinned(Lane::Native);
+        let lane = situation
+            .choose(if self.shared.config.require_rdma {
+                strict
+            } else {
+                choice
+            })
+            .map_err(|(lane, reason)| ConnectError::LaneUnavailable {
+                peer: peer.name(),
+                lane,
+                reason,
+            })?;
         tracing::info!(
             peer = %peer.description.engine,
             rank = %peer.description.rank,
@@ -256,6 +271,7 @@ impl Core {
         peer.outbox = Outbox::default();
         let incarnation = peer.incarnation();
         let endpoint = peer.endpoint;
+        let tried = peer.transports.clone();
         if self.by_incarnation.get(&incarnation) == Some(&id) {
             self.by_incarnation.remove(&incarnation);
         }
@@ -264,6 +280,7 @@ impl Core {
                 for waiter in waiters {
                     let lost = ConnectError::Lost {
                         peer: name.clone(),
+                        tried: tried.clone(),
                         reason: reason.into(),
                     };
                     let _ = waiter.reply.send(Err(lost));

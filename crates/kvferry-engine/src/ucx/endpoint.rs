@@ -115,7 +115,8 @@ pub(super) enum Phase {
 /// An endpoint of the fabric.
 pub(super) struct Endpoint {
     pub(super) message: Link,
-    pub(super) data: Option<Link>,
+    /// Or why there is none.
+    pub(super) data: Result<Link, String>,
     pub(super) phase: Phase,
     /// Operations that UCX has not ended, the closing ones included.
     pub(super) pending: usize,
@@ -127,7 +128,7 @@ impl Endpoint {
             return;
         }
         self.phase = Phase::Closing;
-        for link in [Some(&self.message), self.data.as_ref()]
+        for link in [Some(&self.message), self.data.as_ref().ok()]
             .into_iter()
             .flatten()
         {

@@ -5,7 +5,8 @@
 //! became of each.
 //!
 //! There are two contexts. The *message context* has active messages only. The *data context* has
-//! RMA; it exists only if emulated reads were allowed.
+//! RMA; it exists where a transport with a real GET was found (see `native`), or if emulated reads were
+//! allowed.
 //!
 //! Invariants: UCX objects are used on the thread that made the fabric only (the type is not
 //! `Send`), none after its worker is destroyed, and every operation that UCX took is reported once.
@@ -16,6 +17,7 @@ mod endpoint;
 mod exit_hook;
 mod log;
 mod memory;
+mod native;
 mod operations;
 mod report;
 mod sealed;
@@ -42,10 +44,15 @@ use ucx_sys::{
 use self::callbacks::{Event, Mailbox};
 use self::endpoint::{Endpoint, Link, Phase, Side};
 use self::memory::{Memory, memory_type};
+use self::native::DataPlan;
 use self::operations::{Operation, Operations, Submitted};
-use self::report::{Nobody, no_data_endpoint, report, shut_down};
+use self::report::{Nobody, no_native_reads, report, shut_down};
 use self::settings::TcpSegments;
-use self::worker::{MESSAGE_ID, Purpose, Settings, Worker};
+pub use self::settings::UcxOptions;
+pub(crate) use self::settings::{
+    DEVICES_EXPECTED, TRANSPORTS_EXPECTED, is_device_list, is_transport_list,
+};
+use self::worker::{MESSAGE_ID, Purpose, Worker};
 use crate::fabric::{
     Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
     ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
@@ -54,10 +61,6 @@ use crate::memory::MemoryRegion;
 
 /// How long dropping a fabric that was not shut down waits for its operations.
 const DROP_LIMIT: Duration = Duration::from_millis(500);
-
-/// Why there is no data context without emulation.
-const NO_DATA_CONTEXT: &str = "no data context: transports with a real GET are not looked for yet, \
-    and emulated reads need allow_emulation";
 
 struct Workers {
     message: Worker,
@@ -75,6 +78,7 @@ impl Workers {
 /// The fabric over UCX.
 pub struct UcxFabric {
     capabilities: Capabilities,
+    plan: DataPlan,
     addresses: Addresses,
     /// `None` once shut down.
     workers: Option<Workers>,
@@ -89,27 +93,44 @@ pub struct UcxFabric {
 impl UcxFabric {
     /// Makes the contexts and their workers, on the thread that will progress them.
     ///
-    /// With `allow_emulation` there is a data context, whose reads are answered by the peer's
-    /// progress thread. Without, there is none, as no transport with a real GET is looked for yet.
+    /// There is a data context if UCX finds a transport with a real GET among those that the user
+    /// allows; it gets no other. With `allow_emulation` there always is one, over all that the user
+    /// allows.
     ///
     /// # Errors
-    /// What UCX refuses, with the transports in force: among others a `UCX_TLS` over which no other
-    /// process could be reached.
-    pub fn new(allow_emulation: bool) -> Result<Self, FabricError> {
-        Self::with_settings(allow_emulation, &[])
+    /// What UCX refuses, with the transports and devices in force: among others a list of transports
+    /// over which no other process could be reached, and a typed list with a device that is not here.
+    pub fn new(options: &UcxOptions) -> Result<Self, FabricError> {
+        Self::planned(options, DataPlan::new)
     }
 
-    fn with_settings(allow_emulation: bool, settings: Settings<'_>) -> Result<Self, FabricError> {
+    /// `plan` decides on the data context, from what was found, the list in force and whether emulation
+    /// is allowed.
+    fn planned(
+        options: &UcxOptions,
+        plan: impl FnOnce(&[transports::Resource], &str, bool) -> DataPlan,
+    ) -> Result<Self, FabricError> {
         log::take_over();
         exit_hook::install();
         let mailbox = Rc::new(Mailbox::default());
-        let worker = |purpose| Worker::new(purpose, settings, Rc::clone(&mailbox));
+        let worker = |purpose| Worker::new(purpose, options, Rc::clone(&mailbox));
         let message = worker(Purpose::Messages)?;
         message.check_reachable()?;
-        let (data, native) = if allow_emulation {
-            (Some(worker(Purpose::Data)?), NativeReads::Emulated)
-        } else {
-            (None, NativeReads::Unavailable(NO_DATA_CONTEXT.to_owned()))
+        let (found, tls) = (message.context().found(), &message.context().in_force().tls);
+        let mut plan = plan(found, tls, options.allow_emulation);
+        let data = match &plan {
+            DataPlan::Anything => Some(worker(Purpose::Data(None))?),
+            DataPlan::Real(list) => match worker(Purpose::Data(Some(list))) {
+                Ok(data) => Some(data),
+                // Messages work all the same, and the lane's refusal carries the reason.
+                Err(error) => {
+                    let reason = format!("there is no data context over {list}: {error}");
+                    tracing::warn!(%reason, "no native lane");
+                    plan = DataPlan::None(reason);
+                    None
+                }
+            },
+            DataPlan::None(_) => None,
         };
         let version = features().version;
         let capabilities = Capabilities {
@@ -120,7 +141,8 @@ impl UcxFabric {
                 release: version.release,
             }),
             max_segment_bytes: TcpSegments::from_environment().payload(),
-            native,
+            native: plan.reads(found, tls),
+            transports: native::summary(found),
         };
         let addresses = Addresses {
             message: message.sealed_address(),
@@ -128,6 +150,7 @@ impl UcxFabric {
         };
         Ok(Self {
             capabilities,
+            plan,
             addresses,
             workers: Some(Workers { message, data }),
             endpoints: HashMap::new(),
@@ -157,6 +180,18 @@ impl UcxFabric {
                 call,
                 format!("{reason} (number {})", endpoint.0),
             )),
+        }
+    }
+
+    /// What an open endpoint can read by itself.
+    fn reads(&self, endpoint: &Endpoint) -> NativeReads {
+        match &endpoint.data {
+            // SAFETY: the endpoint is open, so its links were not closed and no failure was reported;
+            // they belong to workers of this thread.
+            Ok(data) => {
+                native::endpoint_reads(&self.plan, unsafe { transports::of(data.handle()) })
+            }
+            Err(reason) => NativeReads::Unavailable(reason.clone()),
         }
     }
 
@@ -286,13 +321,11 @@ impl Fabric for UcxFabric {
         let link =
             |worker, side, address| Link::create(worker, endpoint, side, address, &self.mailbox);
         let message = link(&workers.message, Side::Message, &to.message)?;
-        let data = workers.data.as_ref().zip(to.data.as_ref()).and_then(|(worker, address)| {
-            link(worker, Side::Data, address)
-                .inspect_err(|error| {
-                    tracing::warn!(?endpoint, %error, "no data endpoint: the peer has no native lane");
-                })
-                .ok()
-        });
+        let data = match workers.data.as_ref().zip(to.data.as_ref()) {
+            Some((worker, address)) => link(worker, Side::Data, address)
+                .map_err(|error| format!("no endpoint to the peer's data context: {error}")),
+            None => Err("there is no data context on both sides".to_owned()),
+        };
         self.endpoints.insert(
             endpoint,
             Endpoint {
@@ -305,9 +338,12 @@ impl Fabric for UcxFabric {
         Ok(())
     }
 
-    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool {
-        let found = self.endpoints.get(&endpoint);
-        found.is_some_and(|found| found.phase == Phase::Open && found.data.is_some())
+    fn native_reads(&self, endpoint: EndpointId) -> NativeReads {
+        let open = self.endpoints.get(&endpoint);
+        match open.filter(|it| it.phase == Phase::Open) {
+            Some(found) => self.reads(found),
+            None => NativeReads::Unavailable("the endpoint has failed or is closed".to_owned()),
+        }
     }
 
     fn transports(&self, endpoint: EndpointId) -> String {
@@ -320,11 +356,11 @@ impl Fabric for UcxFabric {
         };
         // SAFETY: the endpoint is open, so neither link was closed and no failure was reported;
         // both belong to workers of this thread.
-        let of = |link: &Link| unsafe { transports::of(link.handle()) };
+        let of = |link: &Link| transports::joined(unsafe { transports::of(link.handle()) });
         let message = of(&found.message);
         match &found.data {
-            Some(data) => format!("messages over {message}, data over {}", of(data)),
-            None => format!("messages over {message}"),
+            Ok(data) => format!("messages over {message}, data over {}", of(data)),
+            Err(_) => format!("messages over {message}"),
         }
     }
 
@@ -371,11 +407,14 @@ impl Fabric for UcxFabric {
 
     fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError> {
         const CALL: &str = "ucp_ep_rkey_unpack";
+        self.open(CALL, endpoint)?;
+        // Reads need a key, so this is where one that UCX would emulate against our will is stopped.
+        if let NativeReads::Unavailable(reason) = self.native_reads(endpoint) {
+            return Err(no_native_reads(CALL, endpoint, &reason));
+        }
         let (found, _, memory) = self.open(CALL, endpoint)?;
-        let link = found
-            .data
-            .as_ref()
-            .ok_or_else(|| no_data_endpoint(CALL, endpoint))?;
+        let link = found.data.as_ref();
+        let link = link.map_err(|reason| no_native_reads(CALL, endpoint, reason))?;
         memory.import_key(endpoint, link, key)
     }
 
@@ -387,10 +426,9 @@ impl Fabric for UcxFabric {
     ) -> Result<Posted<()>, FabricError> {
         const CALL: &str = "ucp_get_nbx";
         let (found, operations, memory) = self.open(CALL, endpoint)?;
-        let link = found
-            .data
-            .as_ref()
-            .ok_or_else(|| no_data_endpoint(CALL, endpoint))?
+        let link = found.data.as_ref();
+        let link = link
+            .map_err(|reason| no_native_reads(CALL, endpoint, reason))?
             .handle();
         let key = memory.key(CALL, operation.key, endpoint)?;
         memory.check_registered(CALL, operation.local_handle)?;

@@ -1,13 +1,14 @@
-//! Which transports an endpoint uses, in words for logs.
+//! Which transports a context found and an endpoint uses.
 //!
-//! From 1.14 on UCX is asked; 1.13 only prints, so its text is read. What an endpoint "uses" is what
-//! UCX chose for its lanes; it does not say which operations are native.
+//! From 1.14 on UCX is asked for an endpoint's; 1.13 only prints, so its text is read. For a context
+//! every version only prints. What an endpoint "uses" is what UCX chose for its lanes; which of them
+//! have a real GET is said in `native`.
 
 use std::ffi::{CStr, c_char, c_uint};
 
 use ucx_sys::{
-    EpQueryTransports, KVF_EP_ATTR_FIELD_TRANSPORTS, UCS_OK, features, kvf_ep_attr_t, kvf_ep_text,
-    kvf_transport_entry_t, kvf_transports_t, ucp_ep_h,
+    EpQueryTransports, KVF_EP_ATTR_FIELD_TRANSPORTS, UCS_OK, features, kvf_context_text,
+    kvf_ep_attr_t, kvf_ep_text, kvf_transport_entry_t, kvf_transports_t, ucp_context_h, ucp_ep_h,
 };
 
 use super::worker::owned;
@@ -15,23 +16,69 @@ use super::worker::owned;
 /// More lanes than any endpoint has.
 const MAX_LANES: usize = 64;
 
-/// `transport/device`, without repetition, separated by commas.
+/// A transport on a device, as a context found it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Resource {
+    /// Its name, such as `rc_verbs`.
+    pub(super) transport: String,
+    /// The device, such as `rxe0:1`.
+    pub(super) device: String,
+    /// True if it is for setting up connections of other transports only.
+    pub(super) auxiliary: bool,
+}
+
+impl Resource {
+    /// Whether it is this transport, for data.
+    pub(super) fn is_primary(&self, transport: &str) -> bool {
+        self.transport == transport && !self.auxiliary
+    }
+}
+
+/// What a context found on this host, of what its configuration allows.
+///
+/// # Safety
+/// The context is live, and this is the thread that uses it.
+pub(super) unsafe fn found(context: ucp_context_h) -> Vec<Resource> {
+    // SAFETY: the context is live by contract; the result is null or a string of malloc's.
+    resources(&unsafe { owned(kvf_context_text(context)) })
+}
+
+/// Reads what `ucp_context_print_info` prints: lines such as
+/// `#      resource 0  :  md 0  dev 0  flags a- ud_verbs/rxe0:1`.
+fn resources(text: &str) -> Vec<Resource> {
+    let of_line = |line: &str| {
+        let fields = line
+            .trim_start_matches(['#', ' '])
+            .strip_prefix("resource ")?;
+        let mut words = fields.split_once(" flags ")?.1.split_whitespace();
+        let (flags, name) = (words.next()?, words.next()?);
+        let (transport, device) = name.split_once('/')?;
+        Some(Resource {
+            transport: transport.to_owned(),
+            device: device.to_owned(),
+            auxiliary: flags.contains('a'),
+        })
+    };
+    text.lines().filter_map(of_line).collect()
+}
+
+/// The endpoint's lanes as `transport/device`.
 ///
 /// # Safety
 /// The endpoint is live and has not failed, and this is its worker's thread.
-pub(super) unsafe fn of(endpoint: ucp_ep_h) -> String {
-    let names = match features().ep_transports {
+pub(super) unsafe fn of(endpoint: ucp_ep_h) -> Vec<String> {
+    match features().ep_transports {
         // SAFETY: by contract.
         Some(query) => unsafe { queried(query, endpoint) },
         None => {
             // SAFETY: the endpoint is live by contract; the result is null or a string of malloc's.
             from_text(&unsafe { owned(kvf_ep_text(endpoint)) })
         }
-    };
-    joined(names)
+    }
 }
 
-fn joined(names: Vec<String>) -> String {
+/// Names without repetition, separated by commas.
+pub(super) fn joined(names: Vec<String>) -> String {
     let mut seen: Vec<String> = Vec::new();
     for name in names {
         if !seen.contains(&name) {
@@ -101,6 +148,35 @@ fn from_text(text: &str) -> Vec<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Lines as the versions named print them.
+    #[test]
+    fn resources_are_found_in_printed_text() {
+        let text = "#\n# UCP context\n#\n#     component 0  :  self\n#     component 4  :  ib\n#\n\
+            #            md 0  :  component 0  self \n#            md 3  :  component 4  rxe0 \n#\n\
+            #      resource 0  :  md 0  dev 0  flags -- self/memory\n\
+            #      resource 1  :  md 1  dev 1  flags -s tcp/eth0.100\n\
+            #      resource 3  :  md 3  dev 2  flags -- rc_verbs/rxe0:1\n\
+            #      resource 12 :  md 3  dev 2  flags a- ud_verbs/rxe0:1\n\
+            #      resource 13 :  md 3  dev\n#      resource 14 :  md 3  dev 2  flags --\n#\n";
+        let got: Vec<_> = resources(text)
+            .into_iter()
+            .map(|it| (it.transport, it.device, it.auxiliary))
+            .collect();
+        let of = |transport: &str, device: &str, auxiliary| {
+            (transport.to_owned(), device.to_owned(), auxiliary)
+        };
+        assert_eq!(
+            got,
+            [
+                of("self", "memory", false),
+                of("tcp", "eth0.100", false),
+                of("rc_verbs", "rxe0:1", false),
+                of("ud_verbs", "rxe0:1", true),
+            ]
+        );
+        assert_eq!(resources(""), []);
+    }
 
     fn text(lanes: &[&str]) -> String {
         let head = "#\n# UCP endpoint \n#\n#               peer: <no debug data>\n";
