@@ -5,10 +5,12 @@
 mod messages;
 mod reads;
 mod start;
+mod transports;
 
 fn main() -> std::process::ExitCode {
     let mut cases = reads::cases();
     cases.extend(messages::cases());
     cases.extend(start::cases());
+    cases.extend(transports::cases());
     kvferry_tests::harness::main(cases)
 }

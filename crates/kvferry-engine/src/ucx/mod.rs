@@ -16,6 +16,7 @@ mod callbacks;
 mod endpoint;
 mod exit_hook;
 mod log;
+mod memlock;
 mod memory;
 mod native;
 mod operations;
@@ -35,7 +36,7 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use kvferry_wire::{Addresses, UcxVersion};
+use kvferry_wire::{Addresses, MemoryKind, UcxVersion};
 use ucx_sys::{
     UCP_AM_SEND_FLAG_EAGER, UCS_MEMORY_TYPE_HOST, UCS_OK, features, ucp_am_send_nbx, ucp_get_nbx,
     ucs_status_t,
@@ -47,6 +48,7 @@ use self::memory::{Memory, memory_type};
 use self::native::DataPlan;
 use self::operations::{Operation, Operations, Submitted};
 use self::report::{Nobody, no_native_reads, report, shut_down};
+use self::sealed::Sealed;
 use self::settings::TcpSegments;
 pub use self::settings::UcxOptions;
 pub(crate) use self::settings::{
@@ -183,13 +185,24 @@ impl UcxFabric {
         }
     }
 
+    /// Refuses a key over which UCX would emulate reads against our will.
+    fn check_key(&self, call: &'static str, key: &[u8]) -> Result<(), FabricError> {
+        let packed = Sealed::Key.open(key);
+        let packed = packed.map_err(|reason| FabricError::new(call, reason))?;
+        if matches!(self.plan, DataPlan::Real(_)) && native::is_for_no_device(packed) {
+            let reason = "no device knows the memory, so UCX would emulate reads from it";
+            return Err(FabricError::new(call, reason));
+        }
+        Ok(())
+    }
+
     /// What an open endpoint can read by itself.
     fn reads(&self, endpoint: &Endpoint) -> NativeReads {
         match &endpoint.data {
             // SAFETY: the endpoint is open, so its links were not closed and no failure was reported;
             // they belong to workers of this thread.
             Ok(data) => {
-                native::endpoint_reads(&self.plan, unsafe { transports::of(data.handle()) })
+                native::endpoint_reads(&self.plan, &unsafe { transports::of(data.handle()) })
             }
             Err(reason) => NativeReads::Unavailable(reason.clone()),
         }
@@ -301,8 +314,22 @@ impl Fabric for UcxFabric {
 
     fn register(&mut self, memory: &MemoryRegion) -> Result<Registered, FabricError> {
         let workers = self.workers.as_ref().ok_or_else(|| shut_down("register"))?;
-        self.memory
+        let registered = self
+            .memory
             .register(memory, workers.data.as_ref().map(Worker::context))
+            .map_err(|error| match memory.kind() {
+                MemoryKind::Host => memlock::explain(error, memory.bytes()),
+                MemoryKind::Cuda { .. } | MemoryKind::Rocm { .. } => error,
+            })?;
+        let check = registered
+            .key
+            .as_ref()
+            .map(|key| self.check_key("ucp_mem_map", key));
+        if let Some(Err(error)) = check {
+            self.deregister(registered.handle);
+            return Err(error);
+        }
+        Ok(registered)
     }
 
     fn deregister(&mut self, region: RegionHandle) {
@@ -356,7 +383,7 @@ impl Fabric for UcxFabric {
         };
         // SAFETY: the endpoint is open, so neither link was closed and no failure was reported;
         // both belong to workers of this thread.
-        let of = |link: &Link| transports::joined(unsafe { transports::of(link.handle()) });
+        let of = |link: &Link| transports::names(&unsafe { transports::of(link.handle()) });
         let message = of(&found.message);
         match &found.data {
             Ok(data) => format!("messages over {message}, data over {}", of(data)),
@@ -412,6 +439,7 @@ impl Fabric for UcxFabric {
         if let NativeReads::Unavailable(reason) = self.native_reads(endpoint) {
             return Err(no_native_reads(CALL, endpoint, &reason));
         }
+        self.check_key(CALL, key)?;
         let (found, _, memory) = self.open(CALL, endpoint)?;
         let link = found.data.as_ref();
         let link = link.map_err(|reason| no_native_reads(CALL, endpoint, reason))?;

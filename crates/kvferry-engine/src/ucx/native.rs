@@ -7,8 +7,7 @@
 //!
 //! Not responsible for asking UCX: see `transports`.
 
-use super::settings::allows;
-use super::transports::{Resource, joined};
+use super::transports::{Lane, Resource, joined, names};
 use crate::fabric::NativeReads;
 
 /// Transports that read host memory by themselves and report dead peers.
@@ -121,33 +120,61 @@ pub(super) fn summary(found: &[Resource]) -> String {
     )
 }
 
-/// Whether an endpoint of the data context, with these transports (`transport/device`), has a real GET.
+/// Whether an endpoint of the data context, with these lanes, has a real GET.
 ///
-/// Its lanes are chosen for one-sided operations, the context having no other feature, so a lane over
-/// one of the transports is one that reads.
-pub(super) fn has_real_get(lanes: &[String]) -> bool {
-    lanes
-        .iter()
-        .filter_map(|lane| lane.split('/').next())
-        .any(|transport| REAL.contains(&transport))
+/// 1.13 says which lanes are for one-sided operations. Later versions do not, but their lanes are chosen
+/// for them, the context having no other feature.
+pub(super) fn has_real_get(lanes: &[Lane]) -> bool {
+    let is_real = |lane: &Lane| {
+        let transport = lane.name.split('/').next().unwrap_or("");
+        REAL.contains(&transport) && lane.one_sided != Some(false)
+    };
+    lanes.iter().any(is_real)
 }
 
 /// What an endpoint with these lanes can do, in a context of this plan.
-pub(super) fn endpoint_reads(plan: &DataPlan, lanes: Vec<String>) -> NativeReads {
+pub(super) fn endpoint_reads(plan: &DataPlan, lanes: &[Lane]) -> NativeReads {
     match plan {
-        _ if has_real_get(&lanes) => NativeReads::Real,
+        _ if has_real_get(lanes) => NativeReads::Real,
         DataPlan::Anything => NativeReads::Emulated,
         DataPlan::Real(_) => NativeReads::Unavailable(format!(
             "UCX would emulate reads from this peer: its data endpoint is over {}, which has no real GET",
-            joined(lanes)
+            names(lanes)
         )),
         DataPlan::None(reason) => NativeReads::Unavailable(reason.clone()),
     }
 }
 
-/// Whether a context with these transports may use tcp.
-pub(super) fn may_use_tcp(tls: &str) -> bool {
-    allows(tls, "tcp")
+/// Whether a packed key was made where no device had registered the memory. UCX packs it all the same.
+///
+/// Keys of 1.13 to 1.22 begin with a set of memory domains, in 64 bits.
+pub(super) fn is_for_no_device(packed: &[u8]) -> bool {
+    packed
+        .first_chunk::<8>()
+        .is_none_or(|domains| *domains == [0; 8])
+}
+
+/// Whether it is a transport of an RDMA device, for data or for setting up.
+pub(super) fn is_rdma(found: &Resource) -> bool {
+    const FAMILIES: [&str; 4] = ["rc_", "dc_", "ud_", "srd"];
+    FAMILIES
+        .iter()
+        .any(|family| found.transport.starts_with(family))
+}
+
+/// Whether messages can leave the host over what was found, if RDMA is among it. `None` if it is not, and
+/// UCX is to be asked.
+pub(super) fn reaches_over_rdma(found: &[Resource]) -> Option<bool> {
+    found.iter().find(|it| is_rdma(it))?;
+    let primary = |family: &str| {
+        let mut found = found.iter().filter(|it| !it.auxiliary);
+        found.any(|it| it.transport.starts_with(family))
+    };
+    let set_up = found
+        .iter()
+        .any(|it| AUXILIARY.contains(&it.transport.as_str()));
+    let alone = ["tcp", "ud_", "dc_", "srd"].into_iter().any(primary);
+    Some(alone || (primary("rc_") && set_up))
 }
 
 #[cfg(test)]
@@ -263,6 +290,31 @@ mod tests {
     }
 
     #[test]
+    fn keys_that_no_device_made_are_told() {
+        assert!(is_for_no_device(&[0; 9]));
+        assert!(is_for_no_device(&[8, 0, 0]));
+        assert!(is_for_no_device(&[]));
+        assert!(!is_for_no_device(&[8, 0, 0, 0, 0, 0, 0, 0, 0, 17]));
+    }
+
+    #[test]
+    fn what_reaches_other_hosts_over_rdma() {
+        let table = [
+            (HOST, None),
+            ("self/memory posix/memory", None),
+            ("rc_verbs/rxe0:1 ud_verbs/rxe0:1:aux", Some(true)),
+            ("rc_verbs/rxe0:1 self/memory", Some(false)),
+            ("rc_verbs/rxe0:1 tcp/eth0", Some(true)),
+            ("ud_verbs/rxe0:1", Some(true)),
+            ("ud_verbs/rxe0:1:aux posix/memory", Some(false)),
+            ("dc_mlx5/mlx5_0:1", Some(true)),
+        ];
+        for (words, expected) in table {
+            assert_eq!(reaches_over_rdma(&found(words)), expected, "{words}");
+        }
+    }
+
+    #[test]
     fn an_endpoint_has_a_real_get_if_a_lane_of_it_has() {
         let real = DataPlan::Real("rc_verbs,ud_verbs:aux".into());
         let none = DataPlan::None("nothing".into());
@@ -282,9 +334,15 @@ mod tests {
             ("", false),
         ];
         for (lanes, is_real) in table {
-            let lanes: Vec<String> = lanes.split(',').map(str::to_owned).collect();
+            let lanes: Vec<Lane> = lanes
+                .split(',')
+                .map(|name| Lane {
+                    name: name.to_owned(),
+                    one_sided: None,
+                })
+                .collect();
             assert_eq!(has_real_get(&lanes), is_real, "{lanes:?}");
-            let reads = |plan| endpoint_reads(plan, lanes.clone());
+            let reads = |plan| endpoint_reads(plan, &lanes);
             if is_real {
                 assert_eq!(reads(&real), NativeReads::Real);
                 assert_eq!(reads(&DataPlan::Anything), NativeReads::Real);

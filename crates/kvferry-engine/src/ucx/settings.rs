@@ -101,10 +101,10 @@ pub(crate) fn is_transport_list(text: &str) -> bool {
 }
 
 /// Whether this is a list of devices: well-formed, whatever the devices are. Names to leave out are not
-/// taken: UCX before 1.19 would look for a device of the name `^eth0`.
+/// taken: UCX before 1.21 would look for a device of the name `^eth0`.
 pub(crate) fn is_device_list(text: &str) -> bool {
     let names = List::new(text).names;
-    let odd = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '^' | '/' | '=');
+    let odd = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '^' | '/' | '=' | '[');
     !text.contains('^')
         && names
             .iter()
@@ -128,13 +128,23 @@ pub(super) fn missing_device<'a>(
 
 /// Whether the system has a network or RDMA device of this name.
 pub(super) fn device_exists(name: &str) -> bool {
-    ["/sys/class/net", "/sys/class/infiniband"]
-        .iter()
-        .any(|class| Path::new(class).join(name).exists())
+    is_interface(name) || Path::new("/sys/class/infiniband").join(name).exists()
+}
+
+/// Whether the system has a network interface of this name.
+pub(super) fn is_interface(name: &str) -> bool {
+    Path::new("/sys/class/net").join(name).exists()
+}
+
+/// Whether a context with these lists in force uses tcp: it is allowed, and so is an interface.
+pub(super) fn uses_tcp(tls: &str, net_devices: &str, is_interface: impl Fn(&str) -> bool) -> bool {
+    let devices = List::new(net_devices);
+    let any = devices.negated || devices.names == ["all"];
+    allows(tls, "tcp") && (any || devices.names.into_iter().any(is_interface))
 }
 
 /// Whether a list of transports, as UCX has it in force, lets a transport be used for data.
-pub(super) fn allows(tls: &str, transport: &str) -> bool {
+fn allows(tls: &str, transport: &str) -> bool {
     let list = List::new(tls);
     let is_listed = list.names.iter().any(|name| {
         let members = || ALIASES.iter().find(|(alias, _)| alias == name);
@@ -261,6 +271,24 @@ mod tests {
             let got = ["tcp", "rc_verbs", "ud_verbs", "posix"].map(|name| allows(list, name));
             assert_eq!(got, expected, "{list:?}");
             assert!(is_transport_list(list) || list == "\\rc", "{list:?}");
+        }
+    }
+
+    #[test]
+    fn tcp_is_used_where_it_is_allowed_and_has_an_interface() {
+        let is_interface = |name: &str| name == "eth0";
+        let table = [
+            ("all", "all", true),
+            ("all", "eth0", true),
+            ("tcp", "rxe0:1,eth0", true),
+            ("all", "rxe0:1", false),
+            ("all", "^eth0", true),
+            ("rc", "all", false),
+            ("^tcp", "eth0", false),
+        ];
+        for (tls, devices, expected) in table {
+            let got = uses_tcp(tls, devices, is_interface);
+            assert_eq!(got, expected, "{tls} {devices}");
         }
     }
 

@@ -695,7 +695,18 @@ fn a_data_endpoint_that_would_be_emulated_is_not_used() {
         })
     };
     let (mut a, mut b) = (Node::of(plan().unwrap()), Node::of(plan().unwrap()));
-    let key = b.fabric.register(&region(4096)).unwrap().key.unwrap();
+    let error = b.fabric.register(&region(4096)).unwrap_err();
+    assert!(
+        error.status.contains("no device knows the memory"),
+        "{error}"
+    );
+    let mut emulating = Node::new(true);
+    let key = emulating
+        .fabric
+        .register(&region(4096))
+        .unwrap()
+        .key
+        .unwrap();
     let to_b = a.connect(1, &b);
     let NativeReads::Unavailable(reason) = a.fabric.native_reads(to_b) else {
         panic!("tcp is taken for a real GET");

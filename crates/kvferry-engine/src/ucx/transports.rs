@@ -62,11 +62,20 @@ fn resources(text: &str) -> Vec<Resource> {
     text.lines().filter_map(of_line).collect()
 }
 
-/// The endpoint's lanes as `transport/device`.
+/// One of the transports that an endpoint uses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Lane {
+    /// `transport/device`.
+    pub(super) name: String,
+    /// Whether one-sided operations go over it; `None` where UCX does not say.
+    pub(super) one_sided: Option<bool>,
+}
+
+/// The endpoint's lanes.
 ///
 /// # Safety
 /// The endpoint is live and has not failed, and this is its worker's thread.
-pub(super) unsafe fn of(endpoint: ucp_ep_h) -> Vec<String> {
+pub(super) unsafe fn of(endpoint: ucp_ep_h) -> Vec<Lane> {
     match features().ep_transports {
         // SAFETY: by contract.
         Some(query) => unsafe { queried(query, endpoint) },
@@ -75,6 +84,11 @@ pub(super) unsafe fn of(endpoint: ucp_ep_h) -> Vec<String> {
             from_text(&unsafe { owned(kvf_ep_text(endpoint)) })
         }
     }
+}
+
+/// The lanes' names, for people.
+pub(super) fn names(lanes: &[Lane]) -> String {
+    joined(lanes.iter().map(|lane| lane.name.clone()).collect())
 }
 
 /// Names without repetition, separated by commas.
@@ -94,7 +108,7 @@ pub(super) fn joined(names: Vec<String>) -> String {
 
 /// # Safety
 /// As [`of`].
-unsafe fn queried(query: EpQueryTransports, endpoint: ucp_ep_h) -> Vec<String> {
+unsafe fn queried(query: EpQueryTransports, endpoint: ucp_ep_h) -> Vec<Lane> {
     let mut entries = [kvf_transport_entry_t::default(); MAX_LANES];
     let mut attributes = kvf_ep_attr_t {
         field_mask: u64::from(KVF_EP_ATTR_FIELD_TRANSPORTS),
@@ -123,30 +137,42 @@ unsafe fn queried(query: EpQueryTransports, endpoint: ucp_ep_h) -> Vec<String> {
         .iter()
         .take(attributes.transports.num_entries as usize);
     filled
-        .map(|entry| format!("{}/{}", name(entry.transport_name), name(entry.device_name)))
+        .map(|entry| Lane {
+            name: format!("{}/{}", name(entry.transport_name), name(entry.device_name)),
+            one_sided: None,
+        })
         .collect()
 }
 
-/// Reads the lanes out of what `ucp_ep_print_info` prints: lines such as
-/// `#  lane[0]:  4:tcp/lo.0 md[1]  -> md[1]/tcp/sysdev[255]  am am_bw#0 wireup`.
-fn from_text(text: &str) -> Vec<String> {
+/// Reads the lanes out of what `ucp_ep_print_info` of 1.13 prints: lines such as
+/// `#  lane[0]:  4:tcp/lo.0 md[1]  -> md[1]/tcp/sysdev[255]  am am_bw#0 wireup`, and for each lane that
+/// one-sided operations use `#  get[0]: 0..<bcopy>..1094..<zcopy>..(inf)`.
+fn from_text(text: &str) -> Vec<Lane> {
+    let numbered = |line: &str, what: &str| {
+        let (number, rest) = line.split_once(what)?.1.split_once("]:")?;
+        Some((number.parse::<usize>().ok()?, rest.to_owned()))
+    };
+    let reading: Vec<usize> = text
+        .lines()
+        .filter_map(|line| Some(numbered(line, "get[")?.0))
+        .collect();
     text.lines()
         .filter_map(|line| {
-            let lane = line.split_once("lane[")?.1;
-            let resource = lane.split_once(':')?.1.split_whitespace().next()?;
-            let name = resource.split_once(':')?.1;
+            let (number, rest) = numbered(line, "lane[")?;
+            let name = rest.split_whitespace().next()?.split_once(':')?.1;
             // The path's number is behind the last dot; devices may have dots themselves.
-            Some(
-                name.rsplit_once('.')
-                    .map_or(name, |(name, _)| name)
-                    .to_owned(),
-            )
+            let name = name.rsplit_once('.').map_or(name, |(name, _)| name);
+            Some(Lane {
+                name: name.to_owned(),
+                one_sided: Some(reading.contains(&number)),
+            })
         })
         .collect()
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::native::has_real_get;
     use super::*;
 
     /// Lines as the versions named print them.
@@ -178,14 +204,14 @@ mod tests {
         assert_eq!(resources(""), []);
     }
 
-    fn text(lanes: &[&str]) -> String {
+    fn text(lines: &[&str]) -> String {
         let head = "#\n# UCP endpoint \n#\n#               peer: <no debug data>\n";
-        let lane = |line: &&str| format!("#                 {line}\n");
-        let tail = "#\n#                 am_send: 0..<egr/short>..262137..<rndv>..(inf)\n#\n";
-        [head, &lanes.iter().map(lane).collect::<String>(), tail].concat()
+        let body = |line: &&str| format!("#                 {line}\n");
+        let tail = "#\n#                  rma_bw: mds #\n";
+        [head, &lines.iter().map(body).collect::<String>(), tail].concat()
     }
 
-    /// Lines as the versions named print them.
+    /// Lines as the versions named print them, those of rc from two soft-RoCE devices.
     #[test]
     fn lanes_are_found_in_printed_text() {
         let tcp_1_13 = "lane[0]:  1:tcp/lo.0 md[1]                -> \
@@ -195,20 +221,42 @@ mod tests {
         let posix =
             "lane[0]:  5:posix/memory.0 md[4]           -> md[4]/posix/sysdev[255] am am_bw#0";
         let cma = "lane[1]:  7:cma/memory.0 md[6]             -> md[6]/cma/sysdev[255] rma_bw#0";
-        let rc = "lane[0]:  4:rc_verbs/rxe0:1.0 md[3]         -> md[3]/ib/sysdev[255] rma_bw#0 am";
-        let path = "lane[1]:  4:rc_verbs/rxe0:1.1 md[3]         -> md[3]/ib/sysdev[255] rma_bw#1";
+        let rc = "lane[0]:  0:rc_verbs/rxe0:1.0 md[0]       -> md[0]/ib/sysdev[255] am am_bw#0";
+        let path = "lane[1]:  0:rc_verbs/rxe0:1.1 md[0]       -> md[0]/ib/sysdev[255] rma_bw#1";
+        let ud =
+            "lane[1]:  1:ud_verbs/rxe0:1.0 md[0]       -> md[0]/ib/sysdev[255] keepalive wireup";
+        let ud_alone = "lane[0]:  0:ud_verbs/rxe0:1.0 md[0]       -> \
+            md[0]/ib/sysdev[255] am am_bw#0 keepalive wireup";
+        let put = " put[0]: 0..<short>..81..<bcopy>..16384..<zcopy>..(inf)";
+        let get = " get[0]: 0..<bcopy>..1094..<zcopy>..(inf)";
         let vlan = "lane[0]:  2:tcp/eth0.100.0 md[1]           -> md[1]/tcp/sysdev[255] am";
-        let table: [(&[&str], &str); 7] = [
-            (&[tcp_1_13], "tcp/lo"),
-            (&[tcp_1_22], "tcp/lo"),
-            (&[posix, cma], "posix/memory,cma/memory"),
-            (&[rc, path], "rc_verbs/rxe0:1"),
-            (&[vlan], "tcp/eth0.100"),
-            (&[], "unknown"),
-            (&["lane[0]: <none>", "lane[1", "lane[2]:"], "unknown"),
+        // Lines, the names, and whether the endpoint's GETs are real.
+        let table: [(&[&str], &str, bool); 11] = [
+            (&[tcp_1_13], "tcp/lo", false),
+            (&[tcp_1_22], "tcp/lo", false),
+            (&[posix, cma], "posix/memory,cma/memory", false),
+            (
+                &[rc, ud, "", put, get],
+                "rc_verbs/rxe0:1,ud_verbs/rxe0:1",
+                true,
+            ),
+            (&[rc, path, "", put, get], "rc_verbs/rxe0:1", true),
+            // The lane carries messages, and reads would be emulated over it.
+            (&[rc, ud], "rc_verbs/rxe0:1,ud_verbs/rxe0:1", false),
+            (&[rc, put], "rc_verbs/rxe0:1", false),
+            (&[ud_alone], "ud_verbs/rxe0:1", false),
+            (&[vlan], "tcp/eth0.100", false),
+            (&[], "unknown", false),
+            (
+                &["lane[0]: <none>", "lane[1", "lane[2]:", "get[", get],
+                "unknown",
+                false,
+            ),
         ];
-        for (lanes, expected) in table {
-            assert_eq!(joined(from_text(&text(lanes))), expected, "{lanes:?}");
+        for (lines, expected, real) in table {
+            let lanes = from_text(&text(lines));
+            assert_eq!(names(&lanes), expected, "{lines:?}");
+            assert_eq!(has_real_get(&lanes), real, "{lines:?}");
         }
     }
 }

@@ -15,12 +15,14 @@ use std::time::Instant;
 use ucx_sys::*;
 
 use super::callbacks::{Mailbox, on_message};
-use super::native::may_use_tcp;
+use super::native::{reaches_over_rdma, summary};
 use super::sealed::Sealed;
-use super::settings::{TcpSegments, UcxOptions, device_exists, in_text, missing_device};
+use super::settings::{
+    TcpSegments, UcxOptions, device_exists, in_text, is_interface, missing_device, uses_tcp,
+};
 use super::status::Outcome;
 use super::transports::{self, Resource};
-use super::{log, status};
+use super::{log, memlock, status};
 use crate::error::FabricError;
 
 /// The id of the one active message that kvferry uses.
@@ -160,7 +162,7 @@ impl Context {
         config.choose(purpose, options)?;
         let in_force = config.in_force();
         // UCX warns of settings for transports that it does not use.
-        if may_use_tcp(&in_force.tls) {
+        if uses_tcp(&in_force.tls, &in_force.net_devices, is_interface) {
             let (segments, keys) = (TcpSegments::from_environment(), features().tcp_segments);
             for (name, bytes) in [(keys.tx, segments.set_tx), (keys.rx, segments.set_rx)] {
                 if let Some(bytes) = bytes {
@@ -187,6 +189,7 @@ impl Context {
             found,
         };
         context.check_devices(options, &said)?;
+        memlock::check(&context.found)?;
         Ok(context)
     }
 
@@ -293,10 +296,27 @@ impl Worker {
 
     /// Refuses a transport list over which no other process could be reached.
     ///
-    /// A second worker stands for the other process: `self` does not reach it, shared memory is left
+    /// With RDMA there is little to ask, and it must not be asked this way: 1.13 aborts if a worker is
+    /// destroyed whose endpoint is to be connected over ud.
+    ///
+    /// Else a second worker stands for the other process: `self` does not reach it, shared memory is left
     /// out where peer failures are to be handled, and what remains is what another process would
     /// get. The worker is gone when this returns, and its endpoint with it.
     pub(super) fn check_reachable(&self) -> Result<(), FabricError> {
+        const CALL: &str = "ucp_ep_create (self-check)";
+        let found = self.context.found();
+        match reaches_over_rdma(found) {
+            Some(true) => return Ok(()),
+            Some(false) => {
+                let (found, in_force) = (summary(found), &self.context.in_force);
+                let reason = format!(
+                    "no transport for messages to other processes: UCX found {found} ({in_force}); rc needs \
+                     ud to set up its connections, if only as ud:aux"
+                );
+                return Err(FabricError::new(CALL, reason));
+            }
+            None => {}
+        }
         let probe = create(&self.context)?;
         let params = endpoint_params(&self.address);
         let mut endpoint = ptr::null_mut();
@@ -304,12 +324,7 @@ impl Worker {
             // SAFETY: the probe is live; the address is our worker's own.
             unsafe { ucp_ep_create(probe.0, &raw const params, &raw mut endpoint) }
         });
-        explain(
-            "ucp_ep_create (self-check)",
-            result,
-            &self.context.in_force,
-            &said,
-        )
+        explain(CALL, result, &self.context.in_force, &said)
     }
 
     /// Makes an endpoint with peer-failure handling.
