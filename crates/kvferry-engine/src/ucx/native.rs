@@ -147,11 +147,17 @@ pub(super) fn endpoint_reads(plan: &DataPlan, lanes: &[Lane]) -> NativeReads {
 
 /// Whether a packed key was made where no device had registered the memory. UCX packs it all the same.
 ///
-/// Keys of 1.13 to 1.22 begin with a set of memory domains, in 64 bits.
+/// Keys of 1.13 to 1.22 begin with a set of memory domains in 64 bits and a byte for the kind of memory; then
+/// comes for each domain the length of its own key, and the key. Domains without a device, such as tcp's,
+/// have empty ones.
 pub(super) fn is_for_no_device(packed: &[u8]) -> bool {
-    packed
-        .first_chunk::<8>()
-        .is_none_or(|domains| *domains == [0; 8])
+    let Some((domains, rest)) = packed.split_first_chunk::<8>() else {
+        return true;
+    };
+    let domains = u64::from_ne_bytes(*domains).count_ones() as usize;
+    // Empty keys are their length only, so up to the first other one it is a row of lengths.
+    let lengths = rest.iter().skip(1).take(domains);
+    lengths.into_iter().all(|length| *length == 0)
 }
 
 /// Whether it is a transport of an RDMA device, for data or for setting up.
@@ -291,10 +297,19 @@ mod tests {
 
     #[test]
     fn keys_that_no_device_made_are_told() {
+        // As 1.13 packs them: none, tcp's, and one of rc behind tcp's.
         assert!(is_for_no_device(&[0; 9]));
+        assert!(is_for_no_device(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0]));
+        assert!(!is_for_no_device(&[
+            3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8
+        ]));
+        assert!(!is_for_no_device(&[
+            8, 0, 0, 0, 0, 0, 0, 0, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8
+        ]));
+        // As 1.22 packs tcp's, with a system device behind it.
+        assert!(is_for_no_device(&[1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 255]));
         assert!(is_for_no_device(&[8, 0, 0]));
         assert!(is_for_no_device(&[]));
-        assert!(!is_for_no_device(&[8, 0, 0, 0, 0, 0, 0, 0, 0, 17]));
     }
 
     #[test]
