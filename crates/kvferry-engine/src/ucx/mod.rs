@@ -26,6 +26,7 @@ mod settings;
 mod status;
 mod transports;
 mod worker;
+mod workers;
 
 #[cfg(test)]
 mod tests;
@@ -54,7 +55,8 @@ pub use self::settings::UcxOptions;
 pub(crate) use self::settings::{
     DEVICES_EXPECTED, TRANSPORTS_EXPECTED, is_device_list, is_transport_list,
 };
-use self::worker::{MESSAGE_ID, Purpose, Worker};
+use self::worker::{MESSAGE_ID, Worker};
+use self::workers::Workers;
 use crate::fabric::{
     Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
     ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
@@ -63,19 +65,6 @@ use crate::memory::MemoryRegion;
 
 /// How long dropping a fabric that was not shut down waits for its operations.
 const DROP_LIMIT: Duration = Duration::from_millis(500);
-
-struct Workers {
-    message: Worker,
-    data: Option<Worker>,
-}
-
-impl Workers {
-    fn iter(&self) -> impl Iterator<Item = &Worker> {
-        [Some(&self.message), self.data.as_ref()]
-            .into_iter()
-            .flatten()
-    }
-}
 
 /// The fabric over UCX.
 pub struct UcxFabric {
@@ -115,25 +104,7 @@ impl UcxFabric {
         log::take_over();
         exit_hook::install();
         let mailbox = Rc::new(Mailbox::default());
-        let worker = |purpose| Worker::new(purpose, options, Rc::clone(&mailbox));
-        let message = worker(Purpose::Messages)?;
-        message.check_reachable()?;
-        let (found, tls) = (message.context().found(), &message.context().in_force().tls);
-        let mut plan = plan(found, tls, options.allow_emulation);
-        let data = match &plan {
-            DataPlan::Anything => Some(worker(Purpose::Data(None))?),
-            DataPlan::Real(list) => match worker(Purpose::Data(Some(list))) {
-                Ok(data) => Some(data),
-                // Messages work all the same, and the lane's refusal carries the reason.
-                Err(error) => {
-                    let reason = format!("there is no data context over {list}: {error}");
-                    tracing::warn!(%reason, "no native lane");
-                    plan = DataPlan::None(reason);
-                    None
-                }
-            },
-            DataPlan::None(_) => None,
-        };
+        let workers = Workers::new(options, plan, &mailbox)?;
         let version = features().version;
         let capabilities = Capabilities {
             name: "ucx",
@@ -143,18 +114,14 @@ impl UcxFabric {
                 release: version.release,
             }),
             max_segment_bytes: TcpSegments::from_environment().payload(),
-            native: plan.reads(found, tls),
-            transports: native::summary(found),
-        };
-        let addresses = Addresses {
-            message: message.sealed_address(),
-            data: data.as_ref().map(Worker::sealed_address),
+            native: workers.reads(),
+            transports: native::summary(workers.message.context().found()),
         };
         Ok(Self {
             capabilities,
-            plan,
-            addresses,
-            workers: Some(Workers { message, data }),
+            plan: workers.plan.clone(),
+            addresses: workers.addresses(),
+            workers: Some(workers),
             endpoints: HashMap::new(),
             closing: Vec::new(),
             memory: Memory::default(),
@@ -199,10 +166,11 @@ impl UcxFabric {
     /// What an open endpoint can read by itself.
     fn reads(&self, endpoint: &Endpoint) -> NativeReads {
         match &endpoint.data {
-            // SAFETY: the endpoint is open, so its links were not closed and no failure was reported;
-            // they belong to workers of this thread.
             Ok(data) => {
-                native::endpoint_reads(&self.plan, &unsafe { transports::of(data.handle()) })
+                // SAFETY: the endpoint is open, so its links were not closed and no failure was
+                // reported; they belong to workers of this thread.
+                let lanes = unsafe { transports::of(data.handle()) };
+                native::endpoint_reads(&self.plan, &lanes)
             }
             Err(reason) => NativeReads::Unavailable(reason.clone()),
         }
