@@ -93,6 +93,23 @@ char *kvf_ep_text(ucp_ep_h ep)
     return text;
 }
 
+char *kvf_context_text(ucp_context_h context)
+{
+    char *text = NULL;
+    size_t length = 0;
+    FILE *stream = open_memstream(&text, &length);
+
+    if (stream == NULL) {
+        return NULL;
+    }
+    ucp_context_print_info(context, stream);
+    if (fclose(stream) != 0) {
+        free(text);
+        return NULL;
+    }
+    return text;
+}
+
 char *kvf_config_text(const ucp_config_t *config)
 {
     char *text = NULL;

@@ -48,9 +48,10 @@ void kvf_disable_signals(void);
 
 /* ---- Text --------------------------------------------------------------- */
 
-/* What ucp_ep_print_info and ucp_config_print write, as a string for free(3).
- * NULL when memory ran out. */
+/* What ucp_ep_print_info, ucp_context_print_info and ucp_config_print write, as a
+ * string for free(3). NULL when memory ran out. */
 char *kvf_ep_text(ucp_ep_h ep);
+char *kvf_context_text(ucp_context_h context);
 char *kvf_config_text(const ucp_config_t *config);
 
 /* ---- Log ---------------------------------------------------------------- */

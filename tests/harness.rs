@@ -41,6 +41,13 @@ impl Case {
     }
 }
 
+/// Whether this process is a child in a role, which has no cases: what finds out whether some can run here
+/// need not.
+#[must_use]
+pub fn is_child() -> bool {
+    std::env::var_os(ROLE).is_some()
+}
+
 /// The `main` of a test binary: a child's role, or the cases.
 #[must_use]
 pub fn main(cases: Vec<Case>) -> ExitCode {
@@ -86,6 +93,19 @@ impl Child {
         Self::start_under(&[], role, arguments, environment)
     }
 
+    /// Starts a child in a network namespace that `ip netns` has made.
+    #[must_use]
+    pub fn start_in(
+        namespace: &str,
+        role: &str,
+        arguments: &impl Serialize,
+        environment: Environment<'_>,
+    ) -> Self {
+        // It becomes the program that it starts, so signals reach the child.
+        let wrapper = ["ip", "netns", "exec", namespace];
+        Self::start_under(&wrapper, role, arguments, environment)
+    }
+
     /// Starts a child by another program, which is given as its name and arguments. That program is to
     /// become the child, or to end with it and to end it.
     #[must_use]
@@ -104,19 +124,7 @@ impl Child {
                 command
             }
         };
-        command
-            .env(ROLE, role)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        if std::env::var_os("UCX_NET_DEVICES").is_none() {
-            command.env("UCX_NET_DEVICES", "lo");
-        }
-        for &(name, value) in environment {
-            match value {
-                Some(value) => command.env(name, OsString::from(value)),
-                None => command.env_remove(name),
-            };
-        }
+        prepare(&mut command, role, environment);
         let mut process = command.spawn().unwrap();
         let (sender, lines) = unbounded();
         let stdout = BufReader::new(process.stdout.take().unwrap());
@@ -211,6 +219,45 @@ impl Child {
         let status = self.finish();
         assert!(status.success(), "the {} ended with {status}", self.role);
     }
+}
+
+fn prepare(command: &mut Command, role: &str, environment: Environment<'_>) {
+    command
+        .env(ROLE, role)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    if std::env::var_os("UCX_NET_DEVICES").is_none() {
+        command.env("UCX_NET_DEVICES", "lo");
+    }
+    for &(name, value) in environment {
+        match value {
+            Some(value) => command.env(name, OsString::from(value)),
+            None => command.env_remove(name),
+        };
+    }
+}
+
+/// Runs a role that needs no requests to its end, and returns what it has said and what it has logged.
+#[must_use]
+pub fn run_through(
+    role: &str,
+    arguments: &impl Serialize,
+    environment: Environment<'_>,
+) -> (String, String) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    prepare(&mut command, role, environment);
+    let mut process = command.stderr(Stdio::piped()).spawn().unwrap();
+    let mut stdin = process.stdin.take().unwrap();
+    writeln!(stdin, "{}", serde_json::to_string(arguments).unwrap()).unwrap();
+    drop(stdin);
+    let output = process.wait_with_output().unwrap();
+    assert!(
+        output.status.success(),
+        "the {role} ended with {}",
+        output.status
+    );
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (text(output.stdout), text(output.stderr))
 }
 
 impl Drop for Child {

@@ -5,6 +5,7 @@ mod consumer;
 mod engine;
 mod messenger;
 mod producer;
+mod reader;
 mod resources;
 mod sleepers;
 
@@ -22,6 +23,7 @@ pub use consumer::{Read, ReadResult};
 pub use engine::{Connected, Ended, EngineChild, EngineSpec, Memory};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use producer::{Counted, Layout, Started};
+pub use reader::{Connected as ReaderConnected, Ended as ReaderEnded, Limited, Reader};
 pub use resources::Resources;
 pub use sleepers::{Answered, Echoed, Many, ReadByAll};
 
@@ -58,6 +60,8 @@ pub fn run(role: &str, arguments: &str) {
         "producer" => producer::run(&serde_json::from_str(arguments).unwrap()),
         "read" => consumer::run(&serde_json::from_str(arguments).unwrap()),
         "engine" => engine::run(&serde_json::from_str(arguments).unwrap()),
+        "reader" => reader::run(&serde_json::from_str(arguments).unwrap()),
+        "register" => reader::register(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
         "churn" => churn::run(&serde_json::from_str(arguments).unwrap()),
@@ -70,9 +74,64 @@ pub fn run(role: &str, arguments: &str) {
     }
 }
 
+/// How a child's engine is configured, where it is not as usual. Travels in the environment, so that
+/// every role has it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Settings {
+    /// See `EngineConfig`.
+    pub allow_emulation: bool,
+    /// See `EngineConfig`.
+    pub require_rdma: bool,
+    /// See `EngineConfig`.
+    pub transports: Option<String>,
+    /// See `EngineConfig`.
+    pub net_devices: Option<String>,
+    /// Time after which a silent peer is suspect, in milliseconds; 0 for the default.
+    pub suspect_ms: u64,
+    /// Time for a greeting to be answered, in milliseconds; 0 for the default.
+    pub connect_ms: u64,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            allow_emulation: true,
+            require_rdma: false,
+            transports: None,
+            net_devices: None,
+            suspect_ms: 0,
+            connect_ms: 0,
+        }
+    }
+}
+
+impl Settings {
+    /// The name of the variable that carries them.
+    pub const VARIABLE: &'static str = "KVFERRY_TEST_SETTINGS";
+
+    /// The value of [`VARIABLE`](Self::VARIABLE).
+    #[must_use]
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).unwrap()
+    }
+}
+
 fn config(name: &str) -> EngineConfig {
+    let settings: Settings = match std::env::var(Settings::VARIABLE) {
+        Ok(text) => serde_json::from_str(&text).unwrap(),
+        Err(_) => Settings::default(),
+    };
     let mut config = EngineConfig::new(EngineId::new(name).unwrap());
-    config.allow_emulation = true;
+    config.allow_emulation = settings.allow_emulation;
+    config.require_rdma = settings.require_rdma;
+    config.transports = settings.transports;
+    config.net_devices = settings.net_devices;
+    if settings.suspect_ms > 0 {
+        config.suspect_after = Duration::from_millis(settings.suspect_ms);
+    }
+    if settings.connect_ms > 0 {
+        config.connect_timeout = Duration::from_millis(settings.connect_ms);
+    }
     config
 }
 

@@ -8,6 +8,7 @@ mod idle;
 mod messages;
 mod reads;
 mod start;
+mod transports;
 mod usable;
 
 fn main() -> std::process::ExitCode {
@@ -18,5 +19,6 @@ fn main() -> std::process::ExitCode {
     cases.extend(usable::cases());
     cases.extend(churn::cases());
     cases.extend(idle::cases());
+    cases.extend(transports::cases());
     kvferry_tests::harness::main(cases)
 }

@@ -7,6 +7,9 @@ use kvferry_wire::{EngineId, Instance, Rank};
 
 use crate::error::EngineError;
 use crate::same_host::ShareSocket;
+use crate::ucx::{
+    DEVICES_EXPECTED, TRANSPORTS_EXPECTED, UcxOptions, is_device_list, is_transport_list,
+};
 
 /// An engine's configuration. Made by [`EngineConfig::new`] and changed field by field.
 ///
@@ -36,6 +39,17 @@ pub struct EngineConfig {
     /// Build a data context even where its GETs are emulated by active messages. For tests and
     /// people who insist; default false.
     pub allow_emulation: bool,
+    /// Connect only to peers whose blocks come by a real GET (lane native, not emulated), and refuse
+    /// others with [`ConnectError::NoRdma`](crate::ConnectError::NoRdma), instead of serving them a
+    /// hundred times slower. Default false.
+    pub require_rdma: bool,
+    /// Which transports UCX may use, in the syntax of its variable `UCX_TLS`, such as `rc,tcp` or `^sm`.
+    /// `None`, the default, leaves the variable in force, or UCX's default, which is all.
+    pub transports: Option<String>,
+    /// Which network devices UCX may use, by the names of its variable `UCX_NET_DEVICES`, such as `eth0`
+    /// or `mlx5_0:1,mlx5_1:1`. `None`, the default, leaves the variable in force, or UCX's default,
+    /// which is all.
+    pub net_devices: Option<String>,
     /// Quiet time after which a peer is pinged. Default 500 ms.
     pub ping_interval: Duration,
     /// Silence after which a peer is suspect: its transfers fail as stalled. Default 2 s.
@@ -79,6 +93,9 @@ impl EngineConfig {
             instance: None,
             spin: Duration::from_micros(20),
             allow_emulation: false,
+            require_rdma: false,
+            transports: None,
+            net_devices: None,
             ping_interval: Duration::from_millis(500),
             suspect_after: Duration::from_secs(2),
             dead_after: Duration::from_secs(10),
@@ -128,6 +145,16 @@ impl EngineConfig {
                 "more than ping_interval",
             ));
         }
+        if let Some(list) = &self.transports
+            && !is_transport_list(list)
+        {
+            return Err(bad("transports", format!("{list:?}"), TRANSPORTS_EXPECTED));
+        }
+        if let Some(list) = &self.net_devices
+            && !is_device_list(list)
+        {
+            return Err(bad("net_devices", format!("{list:?}"), DEVICES_EXPECTED));
+        }
         if !(1..=1024).contains(&self.send_window) {
             return Err(bad(
                 "send_window",
@@ -157,6 +184,16 @@ impl EngineConfig {
             ));
         }
         self.share_socket.validate()
+    }
+}
+
+impl From<&EngineConfig> for UcxOptions {
+    fn from(config: &EngineConfig) -> Self {
+        Self {
+            allow_emulation: config.allow_emulation,
+            transports: config.transports.clone(),
+            net_devices: config.net_devices.clone(),
+        }
     }
 }
 
@@ -195,6 +232,26 @@ mod tests {
                 .to_string()
                 .contains("suspect_after")
         );
+        let mut bad = good.clone();
+        bad.transports = Some("tcp,tpc".into());
+        let text = bad.validate().unwrap_err().to_string();
+        assert!(
+            text.starts_with(
+                "configuration: transports is \"tcp,tpc\", expected names of UCX transports"
+            ),
+            "{text}"
+        );
+        let mut bad = good.clone();
+        bad.net_devices = Some("eth0 eth1".into());
+        let text = bad.validate().unwrap_err().to_string();
+        assert!(
+            text.contains("net_devices is \"eth0 eth1\", expected all, or names"),
+            "{text}"
+        );
+        let mut fine = good.clone();
+        fine.transports = Some("^sm".into());
+        fine.net_devices = Some("mlx5_0:1,eth0".into());
+        fine.validate().unwrap();
         let mut bad = good;
         bad.transfer_timeout = Duration::ZERO;
         assert!(

@@ -24,6 +24,7 @@ use crate::same_host::ShareServer;
 use crate::service::Service;
 use crate::shared::{LONGEST, Shared, Started, deadline_in};
 use crate::table::{LocalTable, Table, TableSpec};
+use crate::ucx::{UcxFabric, UcxOptions};
 
 /// A transfer engine: one progress thread, its regions, its peers.
 ///
@@ -57,11 +58,11 @@ impl EngineBuilder {
     /// Starts an engine over UCX.
     ///
     /// # Errors
-    /// [`EngineError`]: a configured value out of range, or what UCX says, with the transport list in
-    /// force.
+    /// [`EngineError`]: a configured value out of range, or what UCX says, with the transports and devices
+    /// in force.
     pub fn start(self) -> Result<Engine, EngineError> {
-        let allow_emulation = self.config.allow_emulation;
-        self.start_on(move || crate::ucx::UcxFabric::new(allow_emulation))
+        let options = UcxOptions::from(&self.config);
+        self.start_on(move || UcxFabric::new(&options))
     }
 
     /// Starts an engine over a fabric that `make` makes, on the progress thread.

@@ -207,18 +207,22 @@ pub enum DeregisterError {
 #[non_exhaustive]
 pub enum ConnectError {
     /// No endpoint could be made.
-    #[error("peer {peer} cannot be reached: {source}")]
+    #[error("peer {peer} cannot be reached over any of {tried}: {source}")]
     Unreachable {
         /// The peer's engine id.
         peer: String,
+        /// The transports and devices of this host.
+        tried: String,
         /// UCX's words.
         source: FabricError,
     },
     /// The peer did not answer the greeting in time.
-    #[error("peer {peer} did not answer the greeting within {waited:?}")]
+    #[error("peer {peer} did not answer the greeting within {waited:?}, with {tried}")]
     NoAnswer {
         /// The peer's engine id.
         peer: String,
+        /// What carried the greeting: transports and devices.
+        tried: String,
         /// How long was waited.
         waited: Duration,
     },
@@ -231,10 +235,12 @@ pub enum ConnectError {
         reason: String,
     },
     /// The connection broke while greeting.
-    #[error("the connection to peer {peer} broke during the greeting: {reason}")]
+    #[error("the connection to peer {peer} broke during the greeting, with {tried}: {reason}")]
     Lost {
         /// The peer's engine id.
         peer: String,
+        /// What carried the greeting: transports and devices.
+        tried: String,
         /// What broke.
         reason: String,
     },
@@ -247,6 +253,21 @@ pub enum ConnectError {
         lane: Lane,
         /// Why not.
         reason: String,
+    },
+    /// `require_rdma` is set, and the peer's blocks would not come by a real GET.
+    #[error(
+        "peer {peer} has no RDMA, which require_rdma asks for: {reason}; found here: {found}; to this \
+         peer: {transports}"
+    )]
+    NoRdma {
+        /// The peer's engine id.
+        peer: String,
+        /// Why not.
+        reason: String,
+        /// The transports and devices of this host.
+        found: String,
+        /// What the connection to the peer uses.
+        transports: String,
     },
     /// A description of this very engine, of one that differs in what must be equal, or something
     /// else that makes no sense.

@@ -72,4 +72,4 @@ pub use same_host::ShareSocket;
 pub use service::{PeerId, Replies, Sender, Service};
 pub use table::{RemoteTable, Table, TableSpec};
 pub use transfer::{Transfer, TransferReport};
-pub use ucx::UcxFabric;
+pub use ucx::{UcxFabric, UcxOptions};

@@ -10,6 +10,7 @@ use kvferry_wire::{Description, Incarnation, MAX_MESSAGE_BYTES, MAX_READ_TABLES,
 use crate::command::Command;
 use crate::completion::CompletionCell;
 use crate::error::{ReadError, SendError};
+use crate::fabric::NativeReads;
 use crate::lane::Lane;
 use crate::plan::{BlockPair, PairRuns, check_pairs};
 use crate::region::RegionHold;
@@ -38,7 +39,8 @@ pub(crate) struct Greeted {
     pub(crate) id: PeerId,
     pub(crate) description: Arc<Description>,
     pub(crate) transports: String,
-    pub(crate) data_endpoint: bool,
+    /// What one-sided reads there are on its endpoint.
+    pub(crate) native: NativeReads,
     pub(crate) gone: Arc<OnceLock<String>>,
 }
 

@@ -106,6 +106,7 @@ impl LoopbackFabric {
                 ucx: None,
                 max_segment_bytes,
                 native: NativeReads::Real,
+                transports: "loopback".into(),
             },
             next: 0,
             endpoints: HashMap::new(),
@@ -175,8 +176,12 @@ impl Fabric for LoopbackFabric {
         Ok(())
     }
 
-    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool {
-        self.endpoints.contains_key(&endpoint)
+    fn native_reads(&self, endpoint: EndpointId) -> NativeReads {
+        if self.endpoints.contains_key(&endpoint) {
+            NativeReads::Real
+        } else {
+            NativeReads::Unavailable("there is no such endpoint".into())
+        }
     }
 
     fn transports(&self, _endpoint: EndpointId) -> String {

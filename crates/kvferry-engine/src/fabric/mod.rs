@@ -48,14 +48,14 @@ pub struct KeyId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct RegionHandle(pub u64);
 
-/// Whether one-sided reads exist.
+/// Whether one-sided reads exist: in a fabric, or to one peer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NativeReads {
     /// Every byte of a read is moved without the peer's processor.
     Real,
     /// Reads work, by messages that the peer's thread answers.
     Emulated,
-    /// There is no data context, for this reason.
+    /// There are none, for this reason.
     Unavailable(String),
 }
 
@@ -68,8 +68,10 @@ pub struct Capabilities {
     pub ucx: Option<UcxVersion>,
     /// Largest segment that fits one transport fragment, header included, in bytes.
     pub max_segment_bytes: usize,
-    /// One-sided reads.
+    /// One-sided reads, at best; what an endpoint got is said by [`Fabric::native_reads`].
     pub native: NativeReads,
+    /// The transports and devices that were found here, for errors and logs.
+    pub transports: String,
 }
 
 /// What became of a post.
@@ -190,8 +192,8 @@ pub trait Fabric {
     /// # Errors
     /// If the addresses are unusable; there is no endpoint then.
     fn connect(&mut self, endpoint: EndpointId, to: &Addresses) -> Result<(), FabricError>;
-    /// Whether the endpoint has a data side, for one-sided reads.
-    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool;
+    /// What the endpoint got for one-sided reads. Where it is `Unavailable`, no key can be imported.
+    fn native_reads(&self, endpoint: EndpointId) -> NativeReads;
     /// What carries the endpoint's messages and data, for logs.
     fn transports(&self, endpoint: EndpointId) -> String;
     /// Sends a segment.
@@ -206,7 +208,7 @@ pub trait Fabric {
     /// Imports a peer's key for use on one endpoint; it is given up with the endpoint.
     ///
     /// # Errors
-    /// If the endpoint has no data side or the key is unreadable.
+    /// If the endpoint has no one-sided reads or the key is unreadable.
     fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError>;
     /// Posts a one-sided read.
     ///

@@ -100,12 +100,14 @@ impl FromStr for LaneChoice {
 /// What lane selection knows about us and a peer.
 #[derive(Debug)]
 pub(crate) struct Situation<'a> {
+    /// What the fabric has, at best.
     pub(crate) native: &'a NativeReads,
     pub(crate) ours: Option<UcxVersion>,
     pub(crate) peer: &'a Description,
-    pub(crate) data_endpoint: bool,
     /// What the peer shares, or why it shares nothing.
     pub(crate) same_host: Result<&'a SameHost, &'a str>,
+    /// What the endpoint to the peer got.
+    pub(crate) endpoint: NativeReads,
 }
 
 impl Situation<'_> {
@@ -139,10 +141,22 @@ impl Situation<'_> {
                 "UCX {ours} cannot unpack remote keys of UCX {theirs}"
             ));
         }
-        if !self.data_endpoint {
-            return Some("no endpoint to the peer's data context could be made".into());
+        match &self.endpoint {
+            NativeReads::Unavailable(reason) => Some(reason.clone()),
+            NativeReads::Real | NativeReads::Emulated => None,
         }
-        None
+    }
+
+    /// Why blocks would not come by a GET of the network's own, or nothing.
+    pub(crate) fn rdma_refusal(&self, choice: LaneChoice) -> Option<String> {
+        match (choice, &self.endpoint) {
+            (LaneChoice::Pinned(lane), _) if lane != Lane::Native => {
+                Some(format!("lane {lane} was asked for, and it uses none"))
+            }
+            _ if self.native_refusal().is_some() => self.native_refusal(),
+            (_, NativeReads::Emulated) => Some("UCX would emulate the reads".into()),
+            _ => None,
+        }
     }
 
     /// Picks a lane.
@@ -156,7 +170,7 @@ impl Situation<'_> {
                 None => Ok(lane),
             },
             LaneChoice::Auto => {
-                let emulated = matches!(self.native, NativeReads::Emulated);
+                let emulated = matches!(self.endpoint, NativeReads::Emulated);
                 let usable = Lane::ALL.into_iter().find(|&lane| {
                     self.refusal(lane).is_none() && !(lane == Lane::Native && emulated)
                 });
@@ -180,21 +194,41 @@ pub(crate) fn handle(
     deadline: Instant,
 ) -> Result<PeerShared, ConnectError> {
     let peer = &greeted.description;
+    let strict = shared.config.require_rdma;
     let same_host = match choice {
         LaneChoice::Pinned(Lane::Native | Lane::Served) => Err("it was not asked".into()),
+        _ if strict => Err("require_rdma is set".into()),
         _ => same_host(shared, peer, deadline),
     };
+    if greeted.gone.get().is_some() {
+        // Lost meanwhile, and so is what it shared.
+        shared.same_host().remove(&peer.incarnation);
+    }
     let unknown = NativeReads::Unavailable("the engine has not started".into());
-    let started = shared.started.get();
+    let capabilities = shared.started.get().map(|started| &started.capabilities);
     let situation = Situation {
-        native: started.map_or(&unknown, |started| &started.capabilities.native),
+        native: capabilities.map_or(&unknown, |capabilities| &capabilities.native),
         ours: shared.ucx_version(),
         peer,
-        data_endpoint: greeted.data_endpoint,
+        endpoint: greeted.native,
         same_host: same_host.as_deref().map_err(String::as_str),
     };
     let name = format!("{} {}", peer.engine, peer.rank);
-    let lane = match situation.choose(choice) {
+    if strict && let Some(reason) = situation.rdma_refusal(choice) {
+        return Err(ConnectError::NoRdma {
+            peer: name,
+            reason,
+            found: capabilities.map_or_else(String::new, |it| it.transports.clone()),
+            transports: greeted.transports,
+        });
+    }
+    // With `require_rdma` nothing else will do, also where another lane would come first.
+    let asked = if strict {
+        LaneChoice::Pinned(Lane::Native)
+    } else {
+        choice
+    };
+    let lane = match situation.choose(asked) {
         Ok(lane) => lane,
         Err((lane, reason)) => {
             return Err(ConnectError::LaneUnavailable {

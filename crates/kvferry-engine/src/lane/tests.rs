@@ -49,18 +49,19 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
     let (real, emulated) = (NativeReads::Real, NativeReads::Emulated);
     let none = NativeReads::Unavailable("no such transport".into());
     let (old, new) = (Some(version(13)), Some(version(22)));
-    // Native reads here, our UCX, the peer's UCX and data context, data endpoint: auto's lane, and
-    // why native is refused.
+    let no_endpoint = NativeReads::Unavailable("no endpoint".into());
+    // Native reads here, our UCX, the peer's UCX and data context, what the endpoint got: auto's lane,
+    // and why native is refused.
     let table = [
-        (&real, old, old, true, true, Lane::Native, None),
-        (&real, old, new, true, true, Lane::Native, None),
-        (&real, new, new, true, true, Lane::Native, None),
+        (&real, old, old, true, &real, Lane::Native, None),
+        (&real, old, new, true, &real, Lane::Native, None),
+        (&real, new, new, true, &real, Lane::Native, None),
         (
             &real,
             new,
             old,
             true,
-            true,
+            &real,
             Lane::Served,
             Some("cannot unpack"),
         ),
@@ -69,7 +70,7 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
             new,
             new,
             false,
-            true,
+            &no_endpoint,
             Lane::Served,
             Some("peer has no data context"),
         ),
@@ -78,17 +79,19 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
             new,
             new,
             true,
-            false,
+            &no_endpoint,
             Lane::Served,
             Some("no endpoint"),
         ),
-        (&emulated, old, old, true, true, Lane::Served, None),
+        (&emulated, old, old, true, &emulated, Lane::Served, None),
+        // Emulation is allowed, and this peer is reached over another transport than the best.
+        (&real, old, old, true, &emulated, Lane::Served, None),
         (
             &none,
             old,
             old,
             true,
-            true,
+            &none,
             Lane::Served,
             Some("no such transport"),
         ),
@@ -101,10 +104,17 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
             native,
             ours,
             peer: &peer,
-            data_endpoint: endpoint,
             same_host: Err("elsewhere"),
+            endpoint: endpoint.clone(),
         };
         assert_eq!(situation.choose(LaneChoice::Auto), Ok(auto), "row {row}");
+        // Strict: what Auto would take if it is native, and nothing else.
+        let rdma = situation.rdma_refusal(LaneChoice::Auto);
+        assert_eq!(rdma.is_none(), auto == Lane::Native, "row {row}: {rdma:?}");
+        let pinned = situation.rdma_refusal(LaneChoice::Pinned(Lane::Native));
+        assert_eq!(pinned, rdma, "row {row}");
+        let served = situation.rdma_refusal(LaneChoice::Pinned(Lane::Served));
+        assert!(served.is_some_and(|reason| reason.contains("lane served was asked for")));
         let got = situation.refusal(Lane::Native);
         match refusal {
             None => assert_eq!(got, None, "row {row}"),

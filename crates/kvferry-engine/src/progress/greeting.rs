@@ -65,7 +65,12 @@ impl Core {
             Box::new(Inbox::new()),
         );
         if let Err(source) = fabric.connect(EndpointId(id), &description.addresses) {
-            let _ = reply.send(Err(ConnectError::Unreachable { peer: name, source }));
+            let tried = fabric.capabilities().transports.clone();
+            let _ = reply.send(Err(ConnectError::Unreachable {
+                peer: name,
+                tried,
+                source,
+            }));
             self.lose(id, "no endpoint could be made");
             return;
         }
@@ -321,12 +326,13 @@ impl Core {
             let Some(peer) = self.peers.get_mut(&id) else {
                 continue;
             };
-            let name = peer.name();
+            let (name, tried) = (peer.name(), peer.transports.clone());
             if let Phase::Greeting { since, waiters, .. } = &mut peer.phase {
                 let waited = now.duration_since(*since);
                 for waiter in std::mem::take(waiters) {
                     let error = ConnectError::NoAnswer {
                         peer: name.clone(),
+                        tried: tried.clone(),
                         waited,
                     };
                     let _ = waiter.send(Err(error));

@@ -203,7 +203,7 @@ impl Core {
             id: PeerId(id),
             description: Arc::clone(&peer.description),
             transports: peer.transports.clone(),
-            data_endpoint: fabric.has_data_endpoint(EndpointId(id)),
+            native: fabric.native_reads(EndpointId(id)),
             gone: Arc::clone(&peer.gone),
         })
     }
@@ -229,6 +229,7 @@ impl Core {
         peer.outbox = Outbox::default();
         let incarnation = peer.incarnation();
         let endpoint = peer.endpoint;
+        let tried = peer.transports.clone();
         if self.by_incarnation.get(&incarnation) == Some(&id) {
             self.by_incarnation.remove(&incarnation);
             self.shared.same_host().remove(&incarnation);
@@ -238,6 +239,7 @@ impl Core {
                 for waiter in waiters {
                     let lost = ConnectError::Lost {
                         peer: name.clone(),
+                        tried: tried.clone(),
                         reason: reason.into(),
                     };
                     let _ = waiter.send(Err(lost));

@@ -120,7 +120,8 @@ pub(super) enum Phase {
 /// An endpoint of the fabric.
 pub(super) struct Endpoint {
     pub(super) message: Link,
-    pub(super) data: Option<Link>,
+    /// Or why there is none.
+    pub(super) data: Result<Link, String>,
     pub(super) phase: Phase,
     /// Operations that UCX has not ended, the closing ones included.
     pub(super) pending: usize,
@@ -131,7 +132,7 @@ pub(super) struct Endpoint {
 }
 
 impl Endpoint {
-    pub(super) fn new(message: Link, data: Option<Link>) -> Self {
+    pub(super) fn new(message: Link, data: Result<Link, String>) -> Self {
         Self {
             message,
             data,
@@ -152,7 +153,7 @@ impl Endpoint {
     pub(super) fn close(&mut self, endpoint: EndpointId, operations: &mut Operations) {
         if self.phase != Phase::Closing {
             self.phase = Phase::Closing;
-            if let Some(data) = &self.data {
+            if let Ok(data) = &self.data {
                 self.pending += usize::from(data.close(endpoint, operations));
             }
         }
@@ -172,7 +173,7 @@ impl Endpoint {
     /// Closes the data side alone, whose worker is about to be destroyed.
     pub(super) fn close_data(&mut self, endpoint: EndpointId, operations: &mut Operations) {
         if self.phase != Phase::Closing
-            && let Some(data) = &self.data
+            && let Ok(data) = &self.data
         {
             self.pending += usize::from(data.close(endpoint, operations));
         }

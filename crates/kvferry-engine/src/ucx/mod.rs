@@ -5,7 +5,8 @@
 //! became of each.
 //!
 //! There are two contexts. The *message context* has active messages only. The *data context* has
-//! RMA; it exists only if emulated reads were allowed.
+//! RMA; it exists where a transport with a real GET was found (see `native`), or if emulated reads were
+//! allowed.
 //!
 //! Invariants: UCX objects are used on the thread that made the fabric only (the type is not
 //! `Send`), none after its worker is destroyed, and every operation that UCX took is reported once.
@@ -15,7 +16,9 @@ mod callbacks;
 mod endpoint;
 mod exit_hook;
 mod log;
+mod memlock;
 mod memory;
+mod native;
 mod operations;
 mod report;
 mod sealed;
@@ -23,6 +26,7 @@ mod settings;
 mod status;
 mod transports;
 mod worker;
+mod workers;
 
 #[cfg(test)]
 mod tests;
@@ -34,7 +38,7 @@ use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
-use kvferry_wire::{Addresses, UcxVersion};
+use kvferry_wire::{Addresses, MemoryKind, UcxVersion};
 use ucx_sys::{
     UCP_AM_SEND_FLAG_EAGER, UCS_MEMORY_TYPE_HOST, UCS_OK, features, ucp_am_send_nbx, ucp_get_nbx,
     ucs_status_t,
@@ -43,10 +47,17 @@ use ucx_sys::{
 use self::callbacks::{Event, Mailbox};
 use self::endpoint::{Endpoint, Link, Phase, Side};
 use self::memory::{Memory, memory_type};
+use self::native::DataPlan;
 use self::operations::{Operation, Operations, Submitted};
-use self::report::{Nobody, no_data_endpoint, report, shut_down};
+use self::report::{Nobody, no_native_reads, report, shut_down};
+use self::sealed::Sealed;
 use self::settings::TcpSegments;
-use self::worker::{MESSAGE_ID, Purpose, Settings, Worker};
+pub use self::settings::UcxOptions;
+pub(crate) use self::settings::{
+    DEVICES_EXPECTED, TRANSPORTS_EXPECTED, is_device_list, is_transport_list,
+};
+use self::worker::{MESSAGE_ID, Worker};
+use self::workers::Workers;
 use crate::fabric::{
     Armed, Capabilities, Copiers, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
     ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
@@ -56,26 +67,10 @@ use crate::memory::{CopyBatch, MemoryRegion};
 /// How long dropping a fabric that was not shut down waits for its operations.
 const DROP_LIMIT: Duration = Duration::from_millis(500);
 
-/// Why there is no data context without emulation.
-const NO_DATA_CONTEXT: &str = "no data context: transports with a real GET are not looked for yet, \
-    and emulated reads need allow_emulation";
-
-struct Workers {
-    message: Worker,
-    data: Option<Worker>,
-}
-
-impl Workers {
-    fn iter(&self) -> impl Iterator<Item = &Worker> {
-        [Some(&self.message), self.data.as_ref()]
-            .into_iter()
-            .flatten()
-    }
-}
-
 /// The fabric over UCX.
 pub struct UcxFabric {
     capabilities: Capabilities,
+    plan: DataPlan,
     addresses: Addresses,
     /// `None` once shut down.
     workers: Option<Workers>,
@@ -93,28 +88,27 @@ pub struct UcxFabric {
 impl UcxFabric {
     /// Makes the contexts and their workers, on the thread that will progress them.
     ///
-    /// With `allow_emulation` there is a data context, whose reads are answered by the peer's
-    /// progress thread. Without, there is none, as no transport with a real GET is looked for yet.
+    /// There is a data context if UCX finds a transport with a real GET among those that the user
+    /// allows; it gets no other. With `allow_emulation` there always is one, over all that the user
+    /// allows.
     ///
     /// # Errors
-    /// What UCX refuses, with the transports in force: among others a `UCX_TLS` over which no other
-    /// process could be reached.
-    pub fn new(allow_emulation: bool) -> Result<Self, FabricError> {
-        Self::with_settings(allow_emulation, &[])
+    /// What UCX refuses, with the transports and devices in force: among others a list of transports
+    /// over which no other process could be reached, and a typed list with a device that is not here.
+    pub fn new(options: &UcxOptions) -> Result<Self, FabricError> {
+        Self::planned(options, DataPlan::new)
     }
 
-    fn with_settings(allow_emulation: bool, settings: Settings<'_>) -> Result<Self, FabricError> {
+    /// `plan` decides on the data context, from what was found, the list in force and whether emulation
+    /// is allowed.
+    fn planned(
+        options: &UcxOptions,
+        plan: impl FnOnce(&[transports::Resource], &str, bool) -> DataPlan,
+    ) -> Result<Self, FabricError> {
         log::take_over();
         exit_hook::install();
         let mailbox = Rc::new(Mailbox::default());
-        let worker = |purpose| Worker::new(purpose, settings, Rc::clone(&mailbox));
-        let message = worker(Purpose::Messages)?;
-        message.check_reachable()?;
-        let (data, native) = if allow_emulation {
-            (Some(worker(Purpose::Data)?), NativeReads::Emulated)
-        } else {
-            (None, NativeReads::Unavailable(NO_DATA_CONTEXT.to_owned()))
-        };
+        let workers = Workers::new(options, plan, &mailbox)?;
         let version = features().version;
         let capabilities = Capabilities {
             name: "ucx",
@@ -124,16 +118,14 @@ impl UcxFabric {
                 release: version.release,
             }),
             max_segment_bytes: TcpSegments::from_environment().payload(),
-            native,
-        };
-        let addresses = Addresses {
-            message: message.sealed_address(),
-            data: data.as_ref().map(Worker::sealed_address),
+            native: workers.reads(),
+            transports: native::summary(workers.message.context().found()),
         };
         Ok(Self {
             capabilities,
-            addresses,
-            workers: Some(Workers { message, data }),
+            plan: workers.plan.clone(),
+            addresses: workers.addresses(),
+            workers: Some(workers),
             endpoints: HashMap::new(),
             closing: Vec::new(),
             memory: Memory::default(),
@@ -163,6 +155,30 @@ impl UcxFabric {
                 call,
                 format!("{reason} (number {})", endpoint.0),
             )),
+        }
+    }
+
+    /// Refuses a key over which UCX would emulate reads against our will.
+    fn check_key(&self, call: &'static str, key: &[u8]) -> Result<(), FabricError> {
+        let packed = Sealed::Key.open(key);
+        let packed = packed.map_err(|reason| FabricError::new(call, reason))?;
+        if matches!(self.plan, DataPlan::Real(_)) && native::is_for_no_device(packed) {
+            let reason = "no device knows the memory, so UCX would emulate reads from it";
+            return Err(FabricError::new(call, reason));
+        }
+        Ok(())
+    }
+
+    /// What an open endpoint can read by itself.
+    fn reads(&self, endpoint: &Endpoint) -> NativeReads {
+        match &endpoint.data {
+            Ok(data) => {
+                // SAFETY: the endpoint is open, so its links were not closed and no failure was
+                // reported; they belong to workers of this thread.
+                let lanes = unsafe { transports::of(data.handle()) };
+                native::endpoint_reads(&self.plan, &lanes)
+            }
+            Err(reason) => NativeReads::Unavailable(reason.clone()),
         }
     }
 
@@ -293,8 +309,22 @@ impl Fabric for UcxFabric {
 
     fn register(&mut self, memory: &MemoryRegion) -> Result<Registered, FabricError> {
         let workers = self.workers.as_ref().ok_or_else(|| shut_down("register"))?;
-        self.memory
+        let registered = self
+            .memory
             .register(memory, workers.data.as_ref().map(Worker::context))
+            .map_err(|error| match memory.kind() {
+                MemoryKind::Host => memlock::explain(error, memory.bytes()),
+                MemoryKind::Cuda { .. } | MemoryKind::Rocm { .. } => error,
+            })?;
+        let check = registered
+            .key
+            .as_ref()
+            .map(|key| self.check_key("ucp_mem_map", key));
+        if let Some(Err(error)) = check {
+            self.deregister(registered.handle);
+            return Err(error);
+        }
+        Ok(registered)
     }
 
     fn deregister(&mut self, region: RegionHandle) {
@@ -313,21 +343,22 @@ impl Fabric for UcxFabric {
         let link =
             |worker, side, address| Link::create(worker, endpoint, side, address, &self.mailbox);
         let message = link(&workers.message, Side::Message, &to.message)?;
-        let data = workers.data.as_ref().zip(to.data.as_ref()).and_then(|(worker, address)| {
-            link(worker, Side::Data, address)
-                .inspect_err(|error| {
-                    tracing::warn!(?endpoint, %error, "no data endpoint: the peer has no native lane");
-                })
-                .ok()
-        });
+        let data = match workers.data.as_ref().zip(to.data.as_ref()) {
+            Some((worker, address)) => link(worker, Side::Data, address)
+                .map_err(|error| format!("no endpoint to the peer's data context: {error}")),
+            None => Err("there is no data context on both sides".to_owned()),
+        };
         self.endpoints
             .insert(endpoint, Endpoint::new(message, data));
         Ok(())
     }
 
-    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool {
-        let found = self.endpoints.get(&endpoint);
-        found.is_some_and(|found| found.phase == Phase::Open && found.data.is_some())
+    fn native_reads(&self, endpoint: EndpointId) -> NativeReads {
+        let open = self.endpoints.get(&endpoint);
+        match open.filter(|it| it.phase == Phase::Open) {
+            Some(found) => self.reads(found),
+            None => NativeReads::Unavailable("the endpoint has failed or is closed".to_owned()),
+        }
     }
 
     fn transports(&self, endpoint: EndpointId) -> String {
@@ -340,11 +371,11 @@ impl Fabric for UcxFabric {
         };
         // SAFETY: the endpoint is open, so neither link was closed and no failure was reported;
         // both belong to workers of this thread.
-        let of = |link: &Link| unsafe { transports::of(link.handle()) };
+        let of = |link: &Link| transports::names(&unsafe { transports::of(link.handle()) });
         let message = of(&found.message);
         match &found.data {
-            Some(data) => format!("messages over {message}, data over {}", of(data)),
-            None => format!("messages over {message}"),
+            Ok(data) => format!("messages over {message}, data over {}", of(data)),
+            Err(_) => format!("messages over {message}"),
         }
     }
 
@@ -392,11 +423,15 @@ impl Fabric for UcxFabric {
 
     fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError> {
         const CALL: &str = "ucp_ep_rkey_unpack";
+        self.open(CALL, endpoint)?;
+        // Reads need a key, so this is where one that UCX would emulate against our will is stopped.
+        if let NativeReads::Unavailable(reason) = self.native_reads(endpoint) {
+            return Err(no_native_reads(CALL, endpoint, &reason));
+        }
+        self.check_key(CALL, key)?;
         let (found, _, memory) = self.open(CALL, endpoint)?;
-        let link = found
-            .data
-            .as_ref()
-            .ok_or_else(|| no_data_endpoint(CALL, endpoint))?;
+        let link = found.data.as_ref();
+        let link = link.map_err(|reason| no_native_reads(CALL, endpoint, reason))?;
         memory.import_key(endpoint, link, key)
     }
 
@@ -408,10 +443,9 @@ impl Fabric for UcxFabric {
     ) -> Result<Posted<()>, FabricError> {
         const CALL: &str = "ucp_get_nbx";
         let (found, operations, memory) = self.open(CALL, endpoint)?;
-        let link = found
-            .data
-            .as_ref()
-            .ok_or_else(|| no_data_endpoint(CALL, endpoint))?
+        let link = found.data.as_ref();
+        let link = link
+            .map_err(|reason| no_native_reads(CALL, endpoint, reason))?
             .handle();
         let key = memory.key(CALL, operation.key, endpoint)?;
         memory.check_registered(CALL, operation.local_handle)?;
@@ -493,7 +527,9 @@ impl Fabric for UcxFabric {
             report(operation, ended, sink);
         }
         for (&id, endpoint) in &mut self.endpoints {
-            if endpoint.data.take().is_some() && endpoint.phase == Phase::Open {
+            let gone = Err("its worker was destroyed".to_owned());
+            let had = std::mem::replace(&mut endpoint.data, gone).is_ok();
+            if had && endpoint.phase == Phase::Open {
                 endpoint.phase = Phase::Failed;
                 let reason = "its worker was destroyed to end reads";
                 sink.endpoint_failed(id, FabricError::new("the data endpoint", reason));

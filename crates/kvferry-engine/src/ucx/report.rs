@@ -40,9 +40,16 @@ pub(super) fn shut_down(call: &'static str) -> FabricError {
     FabricError::new(call, "the fabric was shut down")
 }
 
-pub(super) fn no_data_endpoint(call: &'static str, endpoint: EndpointId) -> FabricError {
+pub(super) fn no_native_reads(
+    call: &'static str,
+    endpoint: EndpointId,
+    reason: &str,
+) -> FabricError {
     FabricError::new(
         call,
-        format!("endpoint number {} has no data side", endpoint.0),
+        format!(
+            "endpoint number {} has no one-sided reads: {reason}",
+            endpoint.0
+        ),
     )
 }

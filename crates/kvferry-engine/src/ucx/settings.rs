@@ -1,8 +1,164 @@
 //! What kvferry sets in UCX's configuration, and what the user has set.
 //!
-//! A user's setting always wins. Pure, but for reading the environment.
+//! A user's setting always wins over kvferry's own; of the user's, the typed one wins over the
+//! environment. Pure, but for reading the environment and the names of devices.
 
 use std::env;
+use std::path::Path;
+
+use super::transports::Resource;
+
+/// What a user decides about UCX. [`Default`] leaves all to the environment and UCX.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct UcxOptions {
+    /// Make a data context even where its GETs are emulated by active messages.
+    pub allow_emulation: bool,
+    /// The transports, in the syntax of `UCX_TLS`, which it overrides. `None` leaves that in force.
+    pub transports: Option<String>,
+    /// The network devices, as `UCX_NET_DEVICES` names them, which it overrides. `None` leaves that in
+    /// force.
+    pub net_devices: Option<String>,
+}
+
+/// Names that UCX (1.13 to 1.22) takes for several transports, and those. Without those for set-up only.
+const ALIASES: [(&str, &[&str]); 19] = [
+    ("all", &[]),
+    ("mm", &["posix", "sysv", "xpmem"]),
+    ("sm", &["posix", "sysv", "xpmem", "knem", "cma"]),
+    ("shm", &["posix", "sysv", "xpmem", "knem", "cma"]),
+    (
+        "ib",
+        &[
+            "rc_verbs", "ud_verbs", "rc_mlx5", "ud_mlx5", "dc_mlx5", "gga_mlx5", "srd", "rc_gda",
+        ],
+    ),
+    ("ud_v", &["ud_verbs"]),
+    ("ud_x", &["ud_mlx5"]),
+    ("ud", &["ud_mlx5", "ud_verbs"]),
+    ("rc_v", &["rc_verbs"]),
+    ("rc_x", &["rc_mlx5"]),
+    ("rc", &["rc_mlx5", "rc_verbs"]),
+    ("dc", &["dc_mlx5"]),
+    ("dc_x", &["dc_mlx5"]),
+    ("ugni", &["ugni_smsg", "ugni_udt", "ugni_rdma"]),
+    ("cuda", &["cuda_copy", "cuda_ipc", "gdr_copy"]),
+    ("rocm", &["rocm_copy", "rocm_ipc", "rocm_gdr"]),
+    ("ze", &["ze_copy", "ze_ipc", "ze_gdr"]),
+    ("gaudi", &["gaudi_gdr"]),
+    ("gga", &["gga_mlx5"]),
+];
+
+/// Transports that are in no alias.
+const OTHERS: [&str; 2] = ["self", "tcp"];
+
+/// A list as UCX reads it: names, and whether they are those that are left out.
+struct List<'a> {
+    negated: bool,
+    names: Vec<&'a str>,
+}
+
+impl<'a> List<'a> {
+    fn new(text: &'a str) -> Self {
+        let text = text.trim();
+        let (negated, text) = match text.strip_prefix('^') {
+            Some(rest) => (true, rest),
+            None => (false, text),
+        };
+        Self {
+            negated,
+            names: text.split(',').map(str::trim).collect(),
+        }
+    }
+}
+
+/// What a typed list of transports must be, for errors.
+pub(crate) const TRANSPORTS_EXPECTED: &str = "names of UCX transports or groups, such as all, tcp, rc, dc, ud, ib, sm \
+     or rc_verbs, separated by commas; ^ before the list leaves them out, \\ before a name takes it for no \
+     group, :aux behind it uses it for setting up connections only";
+
+/// What a typed list of devices must be, for errors.
+pub(crate) const DEVICES_EXPECTED: &str =
+    "all, or names of network devices such as eth0 or mlx5_0:1, separated by commas";
+
+/// Whether this is a list of transports: well-formed, and every name one that some UCX from 1.13 to 1.22
+/// has. UCX itself only warns, and goes on without what was misspelt. Names of later versions go into
+/// `UCX_TLS`.
+pub(crate) fn is_transport_list(text: &str) -> bool {
+    let list = List::new(text);
+    let is_known = |name: &&str| {
+        let name = name.strip_suffix(":aux").unwrap_or(name);
+        let (name, exact) = match name.strip_prefix('\\') {
+            Some(name) => (name, true),
+            None => (name, false),
+        };
+        let is_alias = || ALIASES.iter().any(|(alias, _)| *alias == name);
+        let is_transport =
+            OTHERS.contains(&name) || ALIASES.iter().any(|(_, members)| members.contains(&name));
+        is_transport || (!exact && is_alias())
+    };
+    let lone_all = list.names == ["all"] && !list.negated;
+    lone_all || (list.names.iter().all(is_known) && !list.names.contains(&"all"))
+}
+
+/// Whether this is a list of devices: well-formed, whatever the devices are. Names to leave out are not
+/// taken: UCX before 1.21 would look for a device of the name `^eth0`.
+pub(crate) fn is_device_list(text: &str) -> bool {
+    let names = List::new(text).names;
+    let odd = |c: char| c.is_whitespace() || c.is_control() || matches!(c, '^' | '/' | '=' | '[');
+    !text.contains('^')
+        && names
+            .iter()
+            .all(|name| !name.is_empty() && !name.contains(odd))
+        && (names == ["all"] || !names.contains(&"all"))
+}
+
+/// The first device in the list that this host does not have: UCX found no transport on it, and the
+/// system knows no device of the name.
+pub(super) fn missing_device<'a>(
+    list: &'a str,
+    found: &[Resource],
+    exists: impl Fn(&str) -> bool,
+) -> Option<&'a str> {
+    let base = |device: &str| device.split(':').next().unwrap_or(device).to_owned();
+    List::new(list).names.into_iter().find(|name| {
+        let is_it = |it: &Resource| it.device == *name || base(&it.device) == **name;
+        *name != "all" && !found.iter().any(is_it) && !exists(&base(name))
+    })
+}
+
+/// Whether the system has a network or RDMA device of this name.
+pub(super) fn device_exists(name: &str) -> bool {
+    is_interface(name) || Path::new("/sys/class/infiniband").join(name).exists()
+}
+
+/// Whether the system has a network interface of this name.
+pub(super) fn is_interface(name: &str) -> bool {
+    Path::new("/sys/class/net").join(name).exists()
+}
+
+/// Whether a context with these lists in force uses tcp: it is allowed, and so is an interface.
+pub(super) fn uses_tcp(tls: &str, net_devices: &str, is_interface: impl Fn(&str) -> bool) -> bool {
+    let devices = List::new(net_devices);
+    let any = devices.negated || devices.names == ["all"];
+    allows(tls, "tcp") && (any || devices.names.into_iter().any(is_interface))
+}
+
+/// Whether a list of transports, as UCX has it in force, lets a transport be used for data.
+fn allows(tls: &str, transport: &str) -> bool {
+    let list = List::new(tls);
+    let is_listed = list.names.iter().any(|name| {
+        let members = || ALIASES.iter().find(|(alias, _)| alias == name);
+        match name.strip_prefix('\\') {
+            Some(exact) => exact == transport,
+            None => {
+                *name == "all"
+                    || *name == transport
+                    || members().is_some_and(|(_, members)| members.contains(&transport))
+            }
+        }
+    });
+    is_listed != list.negated
+}
 
 /// Length of TCP's segments unless the user wants another, in bytes. UCX's own are 8 KiB for sending
 /// and 64 KiB for receiving, and cost a third of the speed of the served lane.
@@ -88,6 +244,102 @@ pub(super) fn in_text<'a>(text: &'a str, name: &str) -> Option<&'a str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn lists_of_transports_are_read_as_ucx_reads_them() {
+        // (list, does it let these be used for data: tcp, rc_verbs, ud_verbs, posix)
+        let table = [
+            ("all", [true, true, true, true]),
+            (" all ", [true, true, true, true]),
+            ("tcp", [true, false, false, false]),
+            ("tcp,rc", [true, true, false, false]),
+            ("tcp, rc_v", [true, true, false, false]),
+            ("rc_x", [false, false, false, false]),
+            ("ib", [false, true, true, false]),
+            ("rc,ud:aux", [false, true, false, false]),
+            ("rc_verbs,ud_verbs:aux", [false, true, false, false]),
+            ("\\rc_verbs", [false, true, false, false]),
+            ("\\rc", [false, false, false, false]),
+            ("^tcp", [false, true, true, true]),
+            ("^tcp,sm", [false, true, true, false]),
+            ("^ib", [true, false, false, true]),
+            ("^ud:aux", [true, true, true, true]),
+            ("sm,self", [false, false, false, true]),
+            ("mm", [false, false, false, true]),
+        ];
+        for (list, expected) in table {
+            let got = ["tcp", "rc_verbs", "ud_verbs", "posix"].map(|name| allows(list, name));
+            assert_eq!(got, expected, "{list:?}");
+            assert!(is_transport_list(list) || list == "\\rc", "{list:?}");
+        }
+    }
+
+    #[test]
+    fn tcp_is_used_where_it_is_allowed_and_has_an_interface() {
+        let is_interface = |name: &str| name == "eth0";
+        let table = [
+            ("all", "all", true),
+            ("all", "eth0", true),
+            ("tcp", "rxe0:1,eth0", true),
+            ("all", "rxe0:1", false),
+            ("all", "^eth0", true),
+            ("rc", "all", false),
+            ("^tcp", "eth0", false),
+        ];
+        for (tls, devices, expected) in table {
+            let got = uses_tcp(tls, devices, is_interface);
+            assert_eq!(got, expected, "{tls} {devices}");
+        }
+    }
+
+    #[test]
+    fn misspelt_transports_are_noticed() {
+        for list in [
+            "", " ", ",", "tcp,", "tpc", "tcp,tpc", "^", "^tpc", "rc:auxx", "\\ib", "tcp rc",
+            "all,tcp", "^all", "tcp;rc", "rc,^tcp", "TCP",
+        ] {
+            assert!(!is_transport_list(list), "{list:?}");
+        }
+    }
+
+    #[test]
+    fn devices_that_are_not_there_are_found() {
+        let found: Vec<Resource> = [("tcp", "eth0"), ("rc_verbs", "rxe0:1"), ("self", "memory")]
+            .map(|(transport, device)| Resource {
+                transport: transport.into(),
+                device: device.into(),
+                auxiliary: false,
+            })
+            .into();
+        let exists = |name: &str| name == "docker0" || name == "mlx5_0";
+        let table = [
+            ("all", None),
+            ("eth0", None),
+            ("rxe0:1,eth0", None),
+            ("rxe0", None),
+            ("docker0,mlx5_0:1", None),
+            ("eth1", Some("eth1")),
+            ("eth0, eth1", Some("eth1")),
+            ("rxe1:1", Some("rxe1:1")),
+        ];
+        for (list, missing) in table {
+            assert!(is_device_list(list), "{list:?}");
+            assert_eq!(missing_device(list, &found, exists), missing, "{list:?}");
+        }
+        for list in [
+            "",
+            " ",
+            "eth0,",
+            "eth0 eth1",
+            "^",
+            "^all",
+            "all,eth0",
+            "a/b",
+            "eth0,^eth1",
+        ] {
+            assert!(!is_device_list(list), "{list:?}");
+        }
+    }
 
     fn choose(variables: &[(&str, &str)]) -> TcpSegments {
         TcpSegments::choose(|name| {

@@ -134,7 +134,7 @@ fn reader_and_source(bytes: usize) -> (Node, Node, MemoryRegion, EndpointId, Key
     source.write_at(0, &pattern(5, bytes)).unwrap();
     let key = b.fabric.register(&source).unwrap().key.unwrap();
     let to_b = a.connect(1, &b);
-    assert!(a.fabric.has_data_endpoint(to_b));
+    assert_eq!(a.fabric.native_reads(to_b), NativeReads::Emulated);
     assert_eq!(
         a.fabric.transports(to_b),
         "messages over tcp/lo, data over tcp/lo"
@@ -247,16 +247,21 @@ fn without_a_data_context_there_is_nothing_to_read_with() {
     let NativeReads::Unavailable(reason) = &a.fabric.capabilities().native else {
         panic!()
     };
+    assert!(reason.contains(",tcp/lo,"), "{reason}");
     assert!(reason.contains("allow_emulation"), "{reason}");
     assert_eq!(a.fabric.addresses().data, None);
     let registered = a.fabric.register(&region(4096)).unwrap();
     assert_eq!(registered.key, None);
     let to_b = a.connect(1, &b);
-    assert!(!a.fabric.has_data_endpoint(to_b));
+    assert!(matches!(
+        a.fabric.native_reads(to_b),
+        NativeReads::Unavailable(_)
+    ));
     let error = a.fabric.import_key(to_b, &[0; 9]).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "ucp_ep_rkey_unpack failed: endpoint number 1 has no data side"
+        "ucp_ep_rkey_unpack failed: endpoint number 1 has no one-sided reads: there is no data \
+         context on both sides"
     );
     a.fabric.deregister(registered.handle);
 }
@@ -343,7 +348,10 @@ fn a_peer_that_goes_away_fails_the_endpoint_once() {
         !nodes[0].sink.failed.is_empty()
     });
     assert_eq!(a.sink.failed[0].0, to_b);
-    assert!(!a.fabric.has_data_endpoint(to_b));
+    assert!(matches!(
+        a.fabric.native_reads(to_b),
+        NativeReads::Unavailable(_)
+    ));
     assert!(a.fabric.transports(to_b).starts_with("none"));
     assert!(a.fabric.send(to_b, buffer(b"late")).is_err());
     assert!(a.read(to_b, 9, &operation).is_err());
@@ -421,7 +429,10 @@ fn addresses_and_keys_that_are_no_such_thing_do_no_harm() {
         message: real.message,
     };
     a.fabric.connect(EndpointId(2), &to).unwrap();
-    assert!(!a.fabric.has_data_endpoint(EndpointId(2)));
+    let NativeReads::Unavailable(reason) = a.fabric.native_reads(EndpointId(2)) else {
+        panic!("a damaged address makes a data endpoint");
+    };
+    assert!(reason.contains("a UCX worker address"), "{reason}");
     a.fabric.close(EndpointId(2));
     a.send(to_b, b"unharmed");
     until(&mut [&mut a, &mut b], "a segment", |nodes| {
@@ -635,11 +646,14 @@ fn a_side_that_closes_does_not_disturb_the_other() {
 /// C72 and C49: a transport list over which nobody could be reached is refused, with the reason.
 #[test]
 fn transport_lists_that_cannot_carry_messages_are_refused() {
-    for list in [c"cma", c"posix,cma,self", c"self", c"posix,sysv"] {
-        let error = UcxFabric::with_settings(false, &[(c"TLS", list)]).unwrap_err();
-        let (text, list) = (error.to_string(), list.to_str().unwrap());
+    for list in ["cma", "posix,cma,self", "self", "posix,sysv"] {
+        let error = UcxFabric::new(&over(list)).unwrap_err();
+        let text = error.to_string();
         assert_eq!(error.call, "ucp_ep_create (self-check)", "{text}");
-        assert!(text.contains(&format!("(UCX_TLS={list})")), "{text}");
+        assert!(
+            text.contains(&format!("(UCX_TLS={list}, UCX_NET_DEVICES=")),
+            "{text}"
+        );
         assert!(text.contains("no active messages transport"), "{text}");
         assert_eq!(
             text.contains("no peer failure handler"),
@@ -647,14 +661,79 @@ fn transport_lists_that_cannot_carry_messages_are_refused() {
             "{text}"
         );
     }
-    let error = UcxFabric::with_settings(false, &[(c"TLS", c"nosuch")]).unwrap_err();
+    let error = UcxFabric::new(&over("nosuch")).unwrap_err();
     assert_eq!(error.call, "ucp_init");
     assert!(
         error.status.contains("no usable transports/devices"),
         "{error}"
     );
-    for list in [c"tcp", c"self,tcp", c"posix,sysv,cma,tcp", c"all"] {
-        UcxFabric::with_settings(true, &[(c"TLS", list)]).unwrap();
+    for list in ["tcp", "self,tcp", "posix,sysv,cma,tcp", "all", "^sm"] {
+        UcxFabric::new(&over(list)).unwrap();
+    }
+}
+
+/// C71: a device that is not here is refused, with those that are.
+#[test]
+fn devices_that_are_not_here_are_refused() {
+    let options = UcxOptions {
+        net_devices: Some("lo,nosuch0".into()),
+        ..UcxOptions::default()
+    };
+    let error = UcxFabric::new(&options).unwrap_err();
+    let text = error.to_string();
+    assert!(text.contains("no network device \"nosuch0\""), "{text}");
+    assert!(text.contains("UCX_NET_DEVICES=lo,nosuch0"), "{text}");
+    let options = UcxOptions {
+        net_devices: Some("lo".into()),
+        ..UcxOptions::default()
+    };
+    UcxFabric::new(&options).unwrap();
+}
+
+/// The data context never gets a transport that can emulate. Should UCX find a way all the same, it shows
+/// in the endpoint: no key is imported, and the reason is given.
+#[test]
+fn a_data_endpoint_that_would_be_emulated_is_not_used() {
+    let plan = || {
+        UcxFabric::planned(&UcxOptions::default(), |_, _, _| {
+            DataPlan::Real("tcp".into())
+        })
+    };
+    let (mut a, mut b) = (Node::of(plan().unwrap()), Node::of(plan().unwrap()));
+    let error = b.fabric.register(&region(4096)).unwrap_err();
+    assert!(
+        error.status.contains("no device knows the memory"),
+        "{error}"
+    );
+    let mut emulating = Node::new(true);
+    let key = emulating
+        .fabric
+        .register(&region(4096))
+        .unwrap()
+        .key
+        .unwrap();
+    let to_b = a.connect(1, &b);
+    let NativeReads::Unavailable(reason) = a.fabric.native_reads(to_b) else {
+        panic!("tcp is taken for a real GET");
+    };
+    assert_eq!(
+        reason,
+        "UCX would emulate reads from this peer: its data endpoint is over tcp/lo, which has no real GET"
+    );
+    let error = a.fabric.import_key(to_b, &key).unwrap_err();
+    assert!(error.status.ends_with(&reason), "{error}");
+    // Messages are none the worse.
+    a.send(to_b, b"alive");
+    until(&mut [&mut a, &mut b], "a segment", |nodes| {
+        nodes[1].sink.segments.len() == 1
+    });
+}
+
+/// Options with a list of transports.
+fn over(transports: &str) -> UcxOptions {
+    UcxOptions {
+        transports: Some(transports.to_owned()),
+        ..UcxOptions::default()
     }
 }
 

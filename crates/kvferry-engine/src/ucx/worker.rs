@@ -5,6 +5,7 @@
 //! write addresses taken from the wire, and the data context, which has RMA.
 
 use std::ffi::{CStr, CString, c_char, c_void};
+use std::fmt;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr;
 use std::rc::Rc;
@@ -14,10 +15,14 @@ use std::time::Instant;
 use ucx_sys::*;
 
 use super::callbacks::{Mailbox, on_message};
+use super::native::{reaches_over_rdma, summary};
 use super::sealed::Sealed;
-use super::settings::{TcpSegments, in_text};
+use super::settings::{
+    TcpSegments, UcxOptions, device_exists, in_text, is_interface, missing_device, uses_tcp,
+};
 use super::status::Outcome;
-use super::{log, status};
+use super::transports::{self, Resource};
+use super::{log, memlock, status};
 use crate::error::FabricError;
 
 /// The id of the one active message that kvferry uses.
@@ -26,23 +31,20 @@ pub(super) const MESSAGE_ID: u32 = 1;
 /// Rounds of one [`Worker::progress`]; bounds how long it keeps others waiting.
 const MAX_ROUNDS: usize = 64;
 
-/// Settings of UCX on top of the environment: names without `UCX_`, and values.
-pub(super) type Settings<'a> = &'a [(&'a CStr, &'a CStr)];
-
 /// What a context is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Purpose {
+pub(super) enum Purpose<'a> {
     /// Active messages.
     Messages,
-    /// One-sided reads.
-    Data,
+    /// One-sided reads, over these transports if any are named, else over the user's.
+    Data(Option<&'a str>),
 }
 
-impl Purpose {
+impl Purpose<'_> {
     fn features(self) -> u64 {
         let feature = match self {
             Self::Messages => UCP_FEATURE_AM,
-            Self::Data => UCP_FEATURE_RMA,
+            Self::Data(_) => UCP_FEATURE_RMA,
         };
         u64::from(feature | UCP_FEATURE_WAKEUP)
     }
@@ -59,25 +61,68 @@ impl Configuration {
         Ok(Self(config))
     }
 
-    fn set(&mut self, name: &CStr, value: &CStr) {
+    fn modify(&mut self, name: &CStr, value: &str) -> Result<(), FabricError> {
+        const CALL: &str = "ucp_config_modify";
+        let text =
+            CString::new(value).map_err(|error| FabricError::new(CALL, error.to_string()))?;
         // SAFETY: the configuration is live; both strings are NUL-terminated and copied.
-        let result = unsafe { ucp_config_modify(self.0, name.as_ptr(), value.as_ptr()) };
-        if result != UCS_OK {
-            let status = status::text(result);
-            tracing::warn!(
-                ?name,
-                ?value,
-                status,
-                "UCX refuses a setting; its default stays"
-            );
+        let result = unsafe { ucp_config_modify(self.0, name.as_ptr(), text.as_ptr()) };
+        status::check(CALL, result).map_err(|error| {
+            let name = name.to_string_lossy();
+            FabricError::new(CALL, format!("{} (UCX_{name}={value})", error.status))
+        })
+    }
+
+    /// Sets what is a matter of speed only.
+    fn prefer(&mut self, name: &CStr, value: &str) {
+        if let Err(error) = self.modify(name, value) {
+            tracing::warn!(%error, "UCX refuses a setting; its default stays");
         }
     }
 
-    /// The transports in force, as the user or UCX's default has it.
-    fn transports(&self) -> String {
+    /// Sets what the user and the purpose ask for. Before kvferry's preferences, as those depend on it.
+    fn choose(&mut self, purpose: Purpose<'_>, options: &UcxOptions) -> Result<(), FabricError> {
+        let tls = match purpose {
+            Purpose::Data(Some(list)) => Some(list),
+            Purpose::Data(None) | Purpose::Messages => options.transports.as_deref(),
+        };
+        if let Some(list) = tls {
+            self.modify(c"TLS", list)?;
+        }
+        if let Some(list) = &options.net_devices {
+            self.modify(c"NET_DEVICES", list)?;
+        }
+        Ok(())
+    }
+
+    /// The transports and network devices in force, as the user or UCX's default has them.
+    fn in_force(&self) -> InForce {
         // SAFETY: the configuration is live; the result is null or a string of malloc's.
         let text = unsafe { owned(kvf_config_text(self.0)) };
-        in_text(&text, "UCX_TLS").unwrap_or("unknown").to_owned()
+        let of = |name| in_text(&text, name).unwrap_or("unknown").to_owned();
+        InForce {
+            tls: of("UCX_TLS"),
+            net_devices: of("UCX_NET_DEVICES"),
+        }
+    }
+}
+
+/// Lists that a context has in force.
+#[derive(Clone, Debug)]
+pub(super) struct InForce {
+    /// `UCX_TLS`.
+    pub(super) tls: String,
+    /// `UCX_NET_DEVICES`.
+    pub(super) net_devices: String,
+}
+
+impl fmt::Display for InForce {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "UCX_TLS={}, UCX_NET_DEVICES={}",
+            self.tls, self.net_devices
+        )
     }
 }
 
@@ -107,23 +152,24 @@ pub(super) unsafe fn owned(text: *mut c_char) -> String {
 
 pub(super) struct Context {
     handle: ucp_context_h,
-    transports: String,
+    in_force: InForce,
+    found: Vec<Resource>,
 }
 
 impl Context {
-    fn new(purpose: Purpose, settings: Settings<'_>) -> Result<Self, FabricError> {
-        let segments = TcpSegments::from_environment();
-        let keys = features().tcp_segments;
+    fn new(purpose: Purpose<'_>, options: &UcxOptions) -> Result<Self, FabricError> {
         let mut config = Configuration::read()?;
-        for (name, bytes) in [(keys.tx, segments.set_tx), (keys.rx, segments.set_rx)] {
-            if let Some(bytes) = bytes {
-                config.set(name, &CString::new(bytes.to_string()).unwrap_or_default());
+        config.choose(purpose, options)?;
+        let in_force = config.in_force();
+        // UCX warns of settings for transports that it does not use.
+        if uses_tcp(&in_force.tls, &in_force.net_devices, is_interface) {
+            let (segments, keys) = (TcpSegments::from_environment(), features().tcp_segments);
+            for (name, bytes) in [(keys.tx, segments.set_tx), (keys.rx, segments.set_rx)] {
+                if let Some(bytes) = bytes {
+                    config.prefer(name, &bytes.to_string());
+                }
             }
         }
-        for (name, value) in settings {
-            config.set(name, value);
-        }
-        let transports = config.transports();
         let params = ucp_params_t {
             field_mask: u64::from(UCP_PARAM_FIELD_FEATURES),
             features: purpose.features(),
@@ -134,12 +180,45 @@ impl Context {
             // SAFETY: parameters and configuration are valid for the call; UCX keeps neither.
             unsafe { kvf_init(&raw const params, config.0, &raw mut handle) }
         });
-        explain("ucp_init", result, &transports, &said)?;
-        Ok(Self { handle, transports })
+        explain("ucp_init", result, &in_force, &said)?;
+        // SAFETY: the context is live and this thread's.
+        let found = unsafe { transports::found(handle) };
+        let context = Self {
+            handle,
+            in_force,
+            found,
+        };
+        context.check_devices(options, &said)?;
+        memlock::check(&context.found)?;
+        Ok(context)
+    }
+
+    /// Refuses a typed list with a device that is not here, which UCX passes over with a warning.
+    fn check_devices(&self, options: &UcxOptions, said: &[String]) -> Result<(), FabricError> {
+        let list = options.net_devices.as_deref().unwrap_or("all");
+        let Some(device) = missing_device(list, &self.found, device_exists) else {
+            return Ok(());
+        };
+        let mut words = format!(
+            "there is no network device {device:?} here ({}); name devices of this host, or all",
+            self.in_force
+        );
+        add_said(&mut words, said);
+        Err(FabricError::new("ucp_init", words))
     }
 
     pub(super) fn handle(&self) -> ucp_context_h {
         self.handle
+    }
+
+    /// The lists in force.
+    pub(super) fn in_force(&self) -> &InForce {
+        &self.in_force
+    }
+
+    /// What UCX found with them.
+    pub(super) fn found(&self) -> &[Resource] {
+        &self.found
     }
 }
 
@@ -173,11 +252,11 @@ pub(super) struct Worker {
 
 impl Worker {
     pub(super) fn new(
-        purpose: Purpose,
-        settings: Settings<'_>,
+        purpose: Purpose<'_>,
+        options: &UcxOptions,
         mailbox: Rc<Mailbox>,
     ) -> Result<Self, FabricError> {
-        let context = Context::new(purpose, settings)?;
+        let context = Context::new(purpose, options)?;
         let handle = create(&context)?;
         let (address, event_fd) = (address(&handle)?, event_fd(&handle)?);
         let worker = Self {
@@ -213,10 +292,27 @@ impl Worker {
 
     /// Refuses a transport list over which no other process could be reached.
     ///
-    /// A second worker stands for the other process: `self` does not reach it, shared memory is left
+    /// With RDMA there is little to ask, and it must not be asked this way: 1.13 aborts if a worker is
+    /// destroyed whose endpoint is to be connected over ud.
+    ///
+    /// Else a second worker stands for the other process: `self` does not reach it, shared memory is left
     /// out where peer failures are to be handled, and what remains is what another process would
     /// get. The worker is gone when this returns, and its endpoint with it.
     pub(super) fn check_reachable(&self) -> Result<(), FabricError> {
+        const CALL: &str = "ucp_ep_create (self-check)";
+        let found = self.context.found();
+        match reaches_over_rdma(found) {
+            Some(true) => return Ok(()),
+            Some(false) => {
+                let (found, in_force) = (summary(found), &self.context.in_force);
+                let reason = format!(
+                    "no transport for messages to other processes: UCX found {found} ({in_force}); rc needs \
+                     ud to set up its connections, if only as ud:aux"
+                );
+                return Err(FabricError::new(CALL, reason));
+            }
+            None => {}
+        }
         let probe = create(&self.context)?;
         let params = endpoint_params(&self.address);
         let mut endpoint = ptr::null_mut();
@@ -224,12 +320,7 @@ impl Worker {
             // SAFETY: the probe is live; the address is our worker's own.
             unsafe { ucp_ep_create(probe.0, &raw const params, &raw mut endpoint) }
         });
-        explain(
-            "ucp_ep_create (self-check)",
-            result,
-            &self.context.transports,
-            &said,
-        )
+        explain(CALL, result, &self.context.in_force, &said)
     }
 
     /// Makes an endpoint with peer-failure handling.
@@ -249,7 +340,7 @@ impl Worker {
             // says so); the handler's argument outlives the endpoint (see `Link`).
             unsafe { ucp_ep_create(self.handle.0, &raw const params, &raw mut endpoint) }
         });
-        explain("ucp_ep_create", result, &self.context.transports, &said)?;
+        explain("ucp_ep_create", result, &self.context.in_force, &said)?;
         Ok(endpoint)
     }
 
@@ -349,7 +440,7 @@ fn create(context: &Context) -> Result<Handle, FabricError> {
         // SAFETY: the context is live, the parameters are valid for the call.
         unsafe { ucp_worker_create(context.handle, &raw const params, &raw mut worker) }
     });
-    explain("ucp_worker_create", result, &context.transports, &said)?;
+    explain("ucp_worker_create", result, &context.in_force, &said)?;
     Ok(Handle(worker))
 }
 
@@ -384,20 +475,24 @@ fn endpoint_params(address: &[u8]) -> ucp_ep_params_t {
     }
 }
 
-/// An error with the transports in force and UCX's own reasons, which its statuses do not give.
+/// An error with the lists in force and UCX's own reasons, which its statuses do not give.
 fn explain(
     call: &'static str,
     result: ucs_status_t,
-    transports: &str,
+    in_force: &InForce,
     said: &[String],
 ) -> Result<(), FabricError> {
     if result == UCS_OK {
         return Ok(());
     }
-    let mut words = format!("{} (UCX_TLS={transports})", status::text(result));
+    let mut words = format!("{} ({in_force})", status::text(result));
+    add_said(&mut words, said);
+    Err(FabricError::new(call, words))
+}
+
+fn add_said(words: &mut String, said: &[String]) {
     if !said.is_empty() {
         words.push_str("; UCX says: ");
         words.push_str(&said.join("; "));
     }
-    Err(FabricError::new(call, words))
 }

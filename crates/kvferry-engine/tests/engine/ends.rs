@@ -6,8 +6,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvferry_engine::fabric::{
-    Armed, Capabilities, CopyBatch, EndpointId, KeyId, Posted, ReadOperation, ReadToken,
-    RegionHandle, Registered, SendBuffer, Sink,
+    Armed, Capabilities, CopyBatch, EndpointId, KeyId, NativeReads, Posted, ReadOperation,
+    ReadToken, RegionHandle, Registered, SendBuffer, Sink,
 };
 use kvferry_engine::wire::Addresses;
 use kvferry_engine::{
@@ -78,8 +78,8 @@ impl Fabric for SlowEnd {
     fn connect(&mut self, endpoint: EndpointId, to: &Addresses) -> Result<(), FabricError> {
         self.fabric.connect(endpoint, to)
     }
-    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool {
-        self.fabric.has_data_endpoint(endpoint)
+    fn native_reads(&self, endpoint: EndpointId) -> NativeReads {
+        self.fabric.native_reads(endpoint)
     }
     fn transports(&self, endpoint: EndpointId) -> String {
         self.fabric.transports(endpoint)

@@ -27,8 +27,8 @@ use self::held::{Deferred, Fate, InnerRead, OwnedRead, Post, State, not_copied};
 use self::schedule::Stream;
 pub use self::schedule::{Fault, FaultControl, FaultRates};
 use super::{
-    Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, Posted, ReadOperation, ReadToken,
-    RegionHandle, Registered, SendBuffer, Sink,
+    Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
+    ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
 };
 use crate::memory::{CopyBatch, MemoryRegion};
 
@@ -216,8 +216,8 @@ impl<F: Fabric> Fabric for FaultFabric<F> {
         Ok(())
     }
 
-    fn has_data_endpoint(&self, endpoint: EndpointId) -> bool {
-        self.inner.has_data_endpoint(endpoint)
+    fn native_reads(&self, endpoint: EndpointId) -> NativeReads {
+        self.inner.native_reads(endpoint)
     }
 
     fn transports(&self, endpoint: EndpointId) -> String {

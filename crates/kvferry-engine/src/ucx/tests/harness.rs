@@ -63,8 +63,15 @@ pub(super) struct Node {
 
 impl Node {
     pub(super) fn new(allow_emulation: bool) -> Self {
+        let options = UcxOptions {
+            allow_emulation,
+            ..UcxOptions::default()
+        };
+        Self::of(UcxFabric::new(&options).unwrap())
+    }
+
+    pub(super) fn of(fabric: UcxFabric) -> Self {
         the_expected_ucx_is_loaded();
-        let fabric = UcxFabric::new(allow_emulation).unwrap();
         Self {
             fabric,
             sink: Recorder::default(),

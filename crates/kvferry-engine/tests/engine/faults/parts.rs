@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use kvferry_engine::{
     BlockPair, Engine, EngineConfig, FaultControl, FaultFabric, HostPool, LoopbackFabric,
     MemoryRegion, PeerId, Region, Replies, Sender, Service, Table, TableSpec, Transfer, UcxFabric,
+    UcxOptions,
 };
 
 use crate::support::*;
@@ -61,13 +62,19 @@ impl Service for Diary {
 pub(super) fn faulty(kind: &Kind, name: &str, control: &FaultControl, diary: &Diary) -> Engine {
     let builder = Engine::builder(hasty(name)).service(CHANNEL, Box::new(diary.clone()));
     let control = control.clone();
+    let emulating = UcxOptions {
+        allow_emulation: true,
+        ..UcxOptions::default()
+    };
     match kind {
         Kind::Loopback(network) => {
             let network = network.clone();
             builder
                 .start_on(move || FaultFabric::new(LoopbackFabric::new(&network, 512)?, &control))
         }
-        Kind::Ucx => builder.start_on(move || FaultFabric::new(UcxFabric::new(true)?, &control)),
+        Kind::Ucx => {
+            builder.start_on(move || FaultFabric::new(UcxFabric::new(&emulating)?, &control))
+        }
     }
     .unwrap()
 }

@@ -1,0 +1,88 @@
+//! The native lane over real RDMA verbs: two processes, each with a device of its own, as two hosts have.
+//!
+//! Run by `scripts/test-rdma`, on a machine with two RDMA devices of this kind of fabric or in a virtual
+//! one; elsewhere everything is skipped.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod devices;
+mod endings;
+mod reads;
+
+use kvferry_tests::harness::{Case, Child};
+use kvferry_tests::roles::{Connected, Layout, Packed, Reader, Settings, Started};
+
+use self::devices::Devices;
+
+fn main() -> std::process::ExitCode {
+    let devices = devices::find();
+    let cases = match devices {
+        Ok(devices) => {
+            let mut cases = reads::cases(&devices);
+            cases.extend(endings::cases(&devices));
+            cases
+        }
+        Err(reason) => {
+            let mut case = Case::new("native_lane_over_rdma", || ());
+            case.skip = Some(reason);
+            vec![case]
+        }
+    };
+    kvferry_tests::harness::main(cases)
+}
+
+/// Like a production engine: nothing emulated. Patient, since a virtual machine may be slow.
+fn settings() -> Settings {
+    Settings {
+        allow_emulation: false,
+        connect_ms: 40_000,
+        ..Settings::default()
+    }
+}
+
+/// A producer on the first device and a consumer on the second.
+struct Pair {
+    producer: Child,
+    consumer: Child,
+    connected: Connected,
+    description: Packed,
+}
+
+impl Pair {
+    /// Starts both. The lane is picked by the engine.
+    fn start(devices: &Devices, transports: Option<&str>, layout: Layout, ours: &Settings) -> Self {
+        let producer_settings = settings().to_json();
+        let producer = Child::start(
+            "producer",
+            &layout,
+            &[
+                ("UCX_TLS", transports),
+                ("UCX_NET_DEVICES", Some(&devices.first)),
+                (Settings::VARIABLE, Some(&producer_settings)),
+            ],
+        );
+        let started: Started = producer.hear();
+        let reader = Reader {
+            from: started.description.clone(),
+            lane: "auto".into(),
+            layout,
+        };
+        let consumer_settings = ours.to_json();
+        let consumer = Child::start(
+            "reader",
+            &reader,
+            &[
+                ("UCX_TLS", transports),
+                ("UCX_NET_DEVICES", Some(&devices.second)),
+                (Settings::VARIABLE, Some(&consumer_settings)),
+            ],
+        );
+        let connected = consumer.hear();
+        Self {
+            producer,
+            consumer,
+            connected,
+            description: started.description,
+        }
+    }
+}
