@@ -41,6 +41,12 @@ impl Case {
     }
 }
 
+/// Whether this process is a child in a role, which needs no cases.
+#[must_use]
+pub fn is_child() -> bool {
+    std::env::var_os(ROLE).is_some()
+}
+
 /// The `main` of a test binary: a child's role, or the cases.
 #[must_use]
 pub fn main(cases: Vec<Case>) -> ExitCode {
@@ -83,8 +89,23 @@ impl Child {
     /// Starts a child. Loopback is the only network device unless the environment says otherwise.
     #[must_use]
     pub fn start(role: &str, arguments: &impl Serialize, environment: Environment<'_>) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        Self::start_under(&[], role, arguments, environment)
+    }
+
+    /// Starts a child by a program that puts it in its place, such as `nsenter`: its words, behind
+    /// which the child's come.
+    #[must_use]
+    pub fn start_under(
+        prefix: &[&str],
+        role: &str,
+        arguments: &impl Serialize,
+        environment: Environment<'_>,
+    ) -> Self {
+        let program = std::env::current_exe().unwrap();
+        let mut words = prefix.iter().map(OsString::from).chain([program.into()]);
+        let mut command = Command::new(words.next().unwrap());
         command
+            .args(words)
             .env(ROLE, role)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
@@ -127,12 +148,17 @@ impl Child {
     /// The child's next line, parsed.
     #[must_use]
     pub fn hear<T: DeserializeOwned>(&self) -> T {
-        let line = self
-            .lines
-            .recv_timeout(PATIENCE)
-            .unwrap_or_else(|error| panic!("the {} said nothing: {error}", self.role));
+        let line = self.line();
         serde_json::from_str(&line)
             .unwrap_or_else(|error| panic!("the {} said {line:?}: {error}", self.role))
+    }
+
+    /// The child's next line as it is: a child may be started so that its log comes this way.
+    #[must_use]
+    pub fn line(&self) -> String {
+        self.lines
+            .recv_timeout(PATIENCE)
+            .unwrap_or_else(|error| panic!("the {} said nothing: {error}", self.role))
     }
 
     /// Sends a line and hears the answer.

@@ -2,6 +2,7 @@
 
 mod consumer;
 mod messenger;
+mod pinned;
 mod producer;
 
 use std::time::Duration;
@@ -15,6 +16,7 @@ use crate::harness::{requests, say};
 
 pub use consumer::{Read, ReadResult};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
+pub use pinned::{Pinned, PinnedResult};
 pub use producer::{Counted, Layout, Started};
 
 /// Time for the end of an engine in a child.
@@ -29,7 +31,12 @@ impl Packed {
         Self(engine.describe().unwrap().encode().unwrap())
     }
 
-    fn unpack(&self) -> Description {
+    /// The description.
+    ///
+    /// # Panics
+    /// If it is none.
+    #[must_use]
+    pub fn unpack(&self) -> Description {
         Description::decode(&self.0).unwrap()
     }
 }
@@ -49,14 +56,32 @@ pub fn run(role: &str, arguments: &str) {
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
         "start" => start(),
+        "pinned" => pinned::run(&serde_json::from_str(arguments).unwrap()),
         "leave" => leave(),
         other => panic!("no role {other:?}"),
     }
 }
 
+/// A child's environment: `max_registration_bytes` of its engine, in bytes.
+pub const MAX_REGISTRATION: &str = "KVFERRY_TEST_MAX_REGISTRATION";
+
+/// A child's environment: the length of the huge pages that its pools must have, in bytes.
+pub const HUGE_PAGES: &str = "KVFERRY_TEST_HUGE_PAGES";
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap())
+}
+
+fn warnings(engine: &Engine) -> Vec<String> {
+    let warnings = engine.warnings();
+    warnings.iter().map(ToString::to_string).collect()
+}
+
 fn config(name: &str) -> EngineConfig {
     let mut config = EngineConfig::new(EngineId::new(name).unwrap());
     config.allow_emulation = true;
+    config.max_registration_bytes = number(MAX_REGISTRATION);
     config
 }
 
@@ -81,7 +106,7 @@ fn start() {
     match Engine::builder(config("start")).start() {
         Ok(engine) => {
             assert_generation(&engine);
-            say(&json!({ "started": true, "error": "" }));
+            say(&json!({ "started": true, "error": "", "warnings": warnings(&engine) }));
         }
         Err(error) => say(&json!({ "started": false, "error": error.to_string() })),
     }

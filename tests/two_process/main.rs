@@ -2,6 +2,7 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod memory;
 mod messages;
 mod reads;
 mod start;
@@ -9,6 +10,7 @@ mod start;
 fn main() -> std::process::ExitCode {
     let mut cases = reads::cases();
     cases.extend(messages::cases());
+    cases.extend(memory::cases());
     cases.extend(start::cases());
     kvferry_tests::harness::main(cases)
 }

@@ -51,6 +51,10 @@ pub struct EngineConfig {
     pub send_window: usize,
     /// GETs in flight to one peer. 1 to 4,096, default 64.
     pub read_window: usize,
+    /// Longest range that is registered with UCX at once, in bytes: longer regions are registered in
+    /// chunks of this length, for devices that limit a registration. At least a page and a multiple
+    /// of the page size. Default `None`: whatever limit the fabric knows of.
+    pub max_registration_bytes: Option<u64>,
     /// Strings that both sides must agree on, such as model and cache layout. A greeting between
     /// engines whose values for one name differ is refused; names that only one side has are not
     /// compared.
@@ -75,6 +79,7 @@ impl EngineConfig {
             command_timeout: Duration::from_secs(10),
             send_window: 8,
             read_window: 64,
+            max_registration_bytes: None,
             compatibility: BTreeMap::new(),
         }
     }
@@ -125,6 +130,16 @@ impl EngineConfig {
                 "1 to 4096",
             ));
         }
+        let page = rustix::param::page_size() as u64;
+        if let Some(bytes) = self.max_registration_bytes
+            && (bytes == 0 || bytes % page != 0)
+        {
+            return Err(bad(
+                "max_registration_bytes",
+                bytes.to_string(),
+                "at least a page, in whole pages",
+            ));
+        }
         Ok(())
     }
 }
@@ -164,6 +179,12 @@ mod tests {
                 .to_string()
                 .contains("suspect_after")
         );
+        for bytes in [0, 1, 4095, (1 << 20) + 1] {
+            let mut bad = good.clone();
+            bad.max_registration_bytes = Some(bytes);
+            let text = bad.validate().unwrap_err().to_string();
+            assert!(text.contains("max_registration_bytes is"), "{text}");
+        }
         let mut bad = good;
         bad.transfer_timeout = Duration::ZERO;
         assert!(

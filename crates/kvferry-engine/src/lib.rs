@@ -27,6 +27,7 @@
 //! # }
 //! ```
 
+mod chunks;
 mod command;
 mod completion;
 mod config;
@@ -48,13 +49,14 @@ mod table;
 mod transfer;
 mod ucx;
 mod wake;
+mod warning;
 
 pub use config::EngineConfig;
 pub use counters::CounterSnapshot;
 pub use engine::{Engine, EngineBuilder};
 pub use error::{
-    ConnectError, DeregisterError, EngineError, ErrorClass, ReadError, RegisterError, SendError,
-    TableError, TransferError,
+    ChunkOfRegion, ConnectError, DeregisterError, EngineError, ErrorClass, ReadError,
+    RegisterError, SendError, TableError, TransferError,
 };
 pub use fabric::{
     Fabric, FabricError, Fault, FaultControl, FaultFabric, FaultRates, LoopbackFabric,
@@ -62,7 +64,10 @@ pub use fabric::{
 };
 pub use kvferry_wire as wire;
 pub use lane::{Lane, LaneChoice};
-pub use memory::{HostPool, HostPoolOptions, MemoryError, MemoryRegion, available_memory};
+pub use memory::memlock::PinnedMemory;
+pub use memory::{
+    HostPool, HostPoolOptions, HugePages, MemoryError, MemoryRegion, available_memory,
+};
 pub use peer::{MAX_PAYLOAD_BYTES, Peer};
 pub use plan::{BlockPair, Plan, Run, check_pairs, plan};
 pub use region::Region;
@@ -70,3 +75,4 @@ pub use service::{PeerId, Replies, Sender, Service};
 pub use table::{RemoteTable, Table, TableSpec};
 pub use transfer::{Transfer, TransferReport};
 pub use ucx::UcxFabric;
+pub use warning::StartWarning;

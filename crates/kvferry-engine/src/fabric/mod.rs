@@ -24,6 +24,7 @@ use kvferry_wire::{Addresses, UcxVersion};
 
 pub use crate::error::FabricError;
 use crate::memory::MemoryRegion;
+use crate::warning::StartWarning;
 pub use fault::{Fault, FaultControl, FaultFabric, FaultRates};
 pub use loopback::{LoopbackFabric, LoopbackNetwork};
 
@@ -65,6 +66,13 @@ pub struct Capabilities {
     pub max_segment_bytes: usize,
     /// One-sided reads.
     pub native: NativeReads,
+    /// The longest range that can be registered at once, in bytes; longer regions are registered in
+    /// chunks. `None` where no limit is known.
+    pub max_registration_bytes: Option<u64>,
+    /// Whether a registration of host memory pins it, and so counts against `RLIMIT_MEMLOCK`.
+    pub pins_memory: bool,
+    /// What was found at the start and is not as it should be.
+    pub warnings: Vec<StartWarning>,
 }
 
 /// What became of a post.
@@ -116,7 +124,7 @@ pub struct ReadOperation<'a> {
     pub remote_address: u64,
     /// Where the bytes go.
     pub local: &'a MemoryRegion,
-    /// Our registration of it.
+    /// Our registration of it, or of the chunk that all bytes lie in.
     pub local_handle: RegionHandle,
     /// Offset in `local`.
     pub local_offset: u64,
@@ -164,7 +172,7 @@ pub trait Fabric {
     fn capabilities(&self) -> &Capabilities;
     /// Where peers reach this engine.
     fn addresses(&self) -> Addresses;
-    /// Registers a region.
+    /// Registers a region, or a chunk of one, of at most `max_registration_bytes`.
     ///
     /// # Errors
     /// The fabric's own words; nothing is registered then.

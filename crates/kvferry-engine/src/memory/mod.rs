@@ -9,10 +9,13 @@
 //! [`MemoryRegion::write_at`] and [`MemoryRegion::copy`].
 #![allow(unsafe_code)]
 
+mod huge;
 mod map;
+pub(crate) mod memlock;
 mod pool;
 mod region;
 
+pub use huge::HugePages;
 pub(crate) use map::{Inserted, RegionMap};
 pub use pool::{HostPool, HostPoolOptions, available_memory};
 pub use region::{MemoryError, MemoryRegion};

@@ -13,6 +13,7 @@ mod greeting;
 mod incoming;
 mod peers;
 mod pump;
+mod registering;
 mod timers;
 mod transfers;
 

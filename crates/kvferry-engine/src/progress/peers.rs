@@ -73,8 +73,8 @@ pub(super) struct PeerState {
     /// Native transfers with something left to post.
     pub(super) reads: VecDeque<TransferId>,
     pub(super) reads_in_flight: usize,
-    /// The peer's regions whose keys were imported.
-    pub(super) keys: HashMap<u32, KeyId>,
+    /// The peer's regions and their chunks whose keys were imported.
+    pub(super) keys: HashMap<(u32, u64), KeyId>,
     pub(super) last_heard: Instant,
     pub(super) suspect: bool,
     pub(super) last_ping: Instant,

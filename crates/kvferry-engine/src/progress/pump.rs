@@ -3,16 +3,22 @@
 //! Peers take turns, and within a peer so do the reads it asked for, one segment each. Messages go
 //! before streams. A peer's segments and reads in flight are bounded by the configuration.
 
+use std::collections::HashMap;
+
 use kvferry_wire::{
-    ReadRejected, RejectCode, SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader, TransferId,
+    ReadRejected, RegionDescription, RejectCode, SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader,
+    TransferId,
 };
 
 use super::core::Core;
 use super::peers::{Endpoint, Phase};
 use super::transfers::token;
+use crate::chunks::Chunks;
 use crate::counters::add;
 use crate::error::TransferError;
 use crate::fabric::{EndpointId, Fabric, KeyId, Posted, ReadOperation, SendBuffer};
+use crate::lane::native::Step;
+use crate::memory::MemoryError;
 use crate::message::Piece;
 
 /// Segments of one peer per turn, so that what arrives is not left waiting.
@@ -214,7 +220,8 @@ impl Core {
         any
     }
 
-    /// Posts the next run of a native transfer; false if there is none.
+    /// Posts the next run of a native transfer, or the next piece of one that crosses the end of a
+    /// chunk; false if there is none.
     fn post_next(
         &mut self,
         id: u64,
@@ -228,10 +235,8 @@ impl Core {
         if state.ended {
             return Ok(false);
         }
-        let Some(step) = state.cursor.step(&state.tables, &state.pairs) else {
-            return Ok(false);
-        };
-        let (Some(peer), Some(pair)) = (self.peers.get_mut(&id), state.tables.get(step.table))
+        let (Some(peer), Some(pair)) =
+            (self.peers.get_mut(&id), state.cursor.current(&state.tables))
         else {
             return Ok(false);
         };
@@ -246,24 +251,38 @@ impl Core {
                 "its table names region {region_id}, which it has not"
             ))
         })?;
-        let key = match peer.keys.get(&region_id) {
-            Some(&key) => key,
-            None => import_key(fabric, id, remote, &mut peer.keys)?,
+        let (local, theirs) = (pair.local.region(), Chunks::of(remote));
+        let step = state
+            .cursor
+            .step(&state.tables, &state.pairs, local.chunks, theirs);
+        let Some(Step { run, after }) = step else {
+            return Ok(false);
         };
-        let local = pair.local.region();
+        let chunk = theirs.index_of(run.remote_offset);
+        let key = match peer.keys.get(&(region_id, chunk)) {
+            Some(&key) => key,
+            None => import_key(fabric, id, remote, chunk, &mut peer.keys)?,
+        };
+        let handle = local.handle_at(run.local_offset);
         let operation = ReadOperation {
             key,
-            remote_address: remote.base + step.run.remote_offset,
+            remote_address: remote.base + run.remote_offset,
             local: &local.memory,
-            local_handle: local.handle,
-            local_offset: step.run.local_offset,
-            bytes: step.run.bytes,
+            // Blocks lie within their region, and its chunks cover it.
+            local_handle: handle.ok_or(MemoryError::OutOfBounds {
+                offset: run.local_offset,
+                bytes: run.bytes,
+                region_bytes: local.memory.bytes(),
+            })?,
+            local_offset: run.local_offset,
+            bytes: run.bytes,
         };
         add(&self.shared.counters.ucx_operations, 1);
         let posted = fabric
             .read(EndpointId(id), token(transfer), &operation)
             .map_err(TransferError::Operation)?;
-        state.cursor = step.after;
+        state.cursor = after;
+        state.operations += 1;
         state.in_flight += 1;
         peer.reads_in_flight += 1;
         if let Posted::Done(()) = posted {
@@ -277,15 +296,19 @@ impl Core {
 fn import_key(
     fabric: &mut dyn Fabric,
     id: u64,
-    remote: &kvferry_wire::RegionDescription,
-    keys: &mut std::collections::HashMap<u32, KeyId>,
+    remote: &RegionDescription,
+    chunk: u64,
+    keys: &mut HashMap<(u32, u64), KeyId>,
 ) -> Result<KeyId, TransferError> {
-    let packed = remote.key.as_deref().ok_or_else(|| {
+    let packed = usize::try_from(chunk)
+        .ok()
+        .and_then(|chunk| remote.keys.get(chunk));
+    let packed = packed.ok_or_else(|| {
         TransferError::Protocol(format!("its region {} has no remote key", remote.id))
     })?;
     let key = fabric
         .import_key(EndpointId(id), packed)
         .map_err(TransferError::Operation)?;
-    keys.insert(remote.id, key);
+    keys.insert((remote.id, chunk), key);
     Ok(key)
 }

@@ -33,7 +33,8 @@ pub(super) struct TransferState {
     total: u64,
     /// Bytes that have arrived (served) or that finished operations stand for (native).
     done: u64,
-    operations: u64,
+    /// Runs (served), or what was posted so far (native).
+    pub(super) operations: u64,
     extents: Extents,
     pub(super) cursor: Cursor,
     pub(super) in_flight: u64,
@@ -221,7 +222,7 @@ impl Core {
             holds,
             total,
             done: 0,
-            operations,
+            operations: if lane == Lane::Native { 0 } else { operations },
             extents: Extents::default(),
             cursor: Cursor::default(),
             in_flight: 0,

@@ -20,6 +20,7 @@ mod operations;
 mod report;
 mod sealed;
 mod settings;
+mod shared_memory;
 mod status;
 mod transports;
 mod worker;
@@ -45,6 +46,7 @@ use self::memory::{Memory, memory_type};
 use self::operations::{Operation, Operations, Submitted};
 use self::report::{Nobody, no_data_endpoint, report, shut_down};
 use self::settings::TcpSegments;
+use self::shared_memory::SharedMemory;
 use self::worker::{MESSAGE_ID, Purpose, Settings, Worker};
 use crate::fabric::{
     Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
@@ -102,8 +104,16 @@ impl UcxFabric {
     fn with_settings(allow_emulation: bool, settings: Settings<'_>) -> Result<Self, FabricError> {
         log::take_over();
         exit_hook::install();
+        let chosen = std::env::var_os("UCX_TLS").is_some();
+        let workers = 1 + u64::from(allow_emulation);
+        let room = SharedMemory::look(&worker::transports_in_force()?, chosen, workers);
+        let without_posix = [settings, &[(c"TLS", c"^posix")]].concat();
+        let settings = if room.avoid { &without_posix } else { settings };
         let mailbox = Rc::new(Mailbox::default());
-        let worker = |purpose| Worker::new(purpose, settings, Rc::clone(&mailbox));
+        let worker = |purpose| {
+            let worker = Worker::new(purpose, settings, Rc::clone(&mailbox));
+            worker.map_err(|error| room.explain(error))
+        };
         let message = worker(Purpose::Messages)?;
         message.check_reachable()?;
         let (data, native) = if allow_emulation {
@@ -121,6 +131,10 @@ impl UcxFabric {
             }),
             max_segment_bytes: TcpSegments::from_environment().payload(),
             native,
+            // UCX has no way to ask its devices.
+            max_registration_bytes: None,
+            pins_memory: false,
+            warnings: room.warning.iter().cloned().collect(),
         };
         let addresses = Addresses {
             message: message.sealed_address(),

@@ -88,6 +88,11 @@ impl Drop for Configuration {
     }
 }
 
+/// The transports that contexts have in force before kvferry's own settings.
+pub(super) fn transports_in_force() -> Result<String, FabricError> {
+    Ok(Configuration::read()?.transports())
+}
+
 /// Takes over a string that the shim made; empty if it had no memory.
 ///
 /// # Safety
