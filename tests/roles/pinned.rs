@@ -1,6 +1,9 @@
 //! An engine whose fabric claims to pin memory, in a process that may pin little.
 
-use kvferry_engine::{Engine, HostPool, LoopbackFabric, LoopbackNetwork, Region};
+use kvferry_engine::{
+    Engine, Fault, FaultControl, FaultFabric, FaultRates, HostPool, LoopbackFabric,
+    LoopbackNetwork, Region,
+};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 use serde::{Deserialize, Serialize};
@@ -18,6 +21,8 @@ pub struct Pinned {
     pub privileged: bool,
     /// The fabric says that it pins.
     pub pins: bool,
+    /// The fabric refuses every registration.
+    pub refuses: bool,
     /// The fabric's limit for one registration.
     pub max_registration: Option<u64>,
     /// Lengths of the regions, one after the other.
@@ -47,16 +52,19 @@ pub(super) fn run(pinned: &Pinned) {
     }
     let network = LoopbackNetwork::new();
     let (for_fabric, pins, limit) = (network.clone(), pinned.pins, pinned.max_registration);
+    let refusals = if pinned.refuses { 1000 } else { 0 };
+    let rates = FaultRates::none().with(Fault::RegisterRefused, refusals);
+    let control = FaultControl::new(1, rates).unwrap();
     let engine = Engine::builder(config("pinned"))
         .start_on(move || {
             let mut fabric = LoopbackFabric::new(&for_fabric, 4096)?;
             if pins {
                 fabric = fabric.claim_pinning();
             }
-            Ok(match limit {
-                Some(limit) => fabric.limit_registrations(limit),
-                None => fabric,
-            })
+            if let Some(limit) = limit {
+                fabric = fabric.limit_registrations(limit);
+            }
+            FaultFabric::new(fabric, &control)
         })
         .unwrap();
     let mut kept: Vec<Region> = Vec::new();

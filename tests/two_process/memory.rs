@@ -111,6 +111,7 @@ fn c66_a_memlock_limit_that_is_too_low_is_named_with_the_need() {
         limit: Some(64 << 10),
         privileged: false,
         pins: true,
+        refuses: false,
         max_registration: None,
         regions: regions.to_vec(),
     };
@@ -157,12 +158,41 @@ fn c66_a_memlock_limit_that_is_too_low_is_named_with_the_need() {
     assert_eq!(result.errors, [""]);
 }
 
+/// C66, C78: what UCX says of a registration that failed does not name the limit; the error does.
+fn c66_a_failed_registration_of_pinned_memory_names_limit_and_need() {
+    let setup = |pins| Pinned {
+        limit: Some(64 << 10),
+        privileged: false,
+        pins,
+        refuses: true,
+        max_registration: Some(16 << 10),
+        regions: vec![32 << 10],
+    };
+    let result = pinned(&setup(true));
+    let text = &result.errors[0];
+    for part in [
+        "32768 bytes of host memory at 0x",
+        "chunk 0 of 2 (16384 bytes at 0x",
+        "register failed: injected: refused; memory is pinned here",
+        "it takes 32768 bytes of pinned memory, 0 of them",
+        "(RLIMIT_MEMLOCK) is 65536",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    let result = pinned(&setup(false));
+    assert!(
+        result.errors[0].ends_with("injected: refused"),
+        "{result:?}"
+    );
+}
+
 /// C66: whoever may exceed the limit is not held to it.
 fn c66_cap_ipc_lock_lifts_the_memlock_limit() {
     let result = pinned(&Pinned {
         limit: Some(64 << 10),
         privileged: true,
         pins: true,
+        refuses: false,
         max_registration: None,
         regions: vec![1 << 20],
     });
@@ -329,9 +359,9 @@ impl Drop for Reserved {
 
 /// Pools on huge pages at both ends, whose lengths are no multiple of one: same bytes.
 fn huge_pages_back_pools_and_transfers(lane: &'static str) {
-    // 10.51 MiB and 5.13 MiB.
-    let _reserved = Reserved::new(6 + 3).unwrap();
-    let environment = [(HUGE_PAGES, Some("2097152"))];
+    // 10.51 MiB and 5.13 MiB, and some for UCX, which takes them where it finds them.
+    let _reserved = Reserved::new(6 + 3 + 8).unwrap();
+    let environment = [("UCX_TLS", Some("tcp")), (HUGE_PAGES, Some("2097152"))];
     let mut producer = Child::start("producer", &PRODUCER, &environment);
     let started: Started = producer.hear();
     assert_eq!(started.description.unpack().regions[0].bytes, 11_020_800);
@@ -403,6 +433,10 @@ pub(crate) fn cases() -> Vec<Case> {
     cases.push(Case::new(
         "c66_a_memlock_limit_that_is_too_low_is_named_with_the_need",
         c66_a_memlock_limit_that_is_too_low_is_named_with_the_need,
+    ));
+    cases.push(Case::new(
+        "c66_a_failed_registration_of_pinned_memory_names_limit_and_need",
+        c66_a_failed_registration_of_pinned_memory_names_limit_and_need,
     ));
     let mut exempt = Case::new(
         "c66_cap_ipc_lock_lifts_the_memlock_limit",

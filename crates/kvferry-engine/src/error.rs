@@ -190,7 +190,7 @@ pub enum RegisterError {
         /// Its kind.
         kind: MemoryKind,
         /// The chunk that was refused, where there are several. The others were taken back.
-        chunk: Option<ChunkOfRegion>,
+        chunk: Option<Box<ChunkOfRegion>>,
         /// The fabric's words, with UCX's status.
         source: FabricError,
         /// Limit and need, where the fabric pins memory and a limit holds.
@@ -216,7 +216,7 @@ pub struct ChunkOfRegion {
     pub bytes: u64,
 }
 
-struct Prefix<'a>(&'a Option<ChunkOfRegion>);
+struct Prefix<'a>(&'a Option<Box<ChunkOfRegion>>);
 
 impl fmt::Display for Prefix<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

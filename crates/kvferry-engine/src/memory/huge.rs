@@ -8,8 +8,8 @@ use std::fs;
 /// Whether a [`HostPool`](super::HostPool) is backed with huge pages.
 ///
 /// The default is [`Never`](Self::Never): huge pages are few, reserved by an administrator, and often
-/// meant for another program, which would miss them; copies between pools gain nothing by them
-/// (measured). Registered memory does: a device needs one entry per page.
+/// meant for another program, which would miss them; reads across processes gain nothing by them
+/// (measured). Registering does, since a device needs an entry for each page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum HugePages {
     /// Ordinary pages.

@@ -35,17 +35,17 @@ impl Core {
                 Ok(chunk) => registered.push(chunk),
                 Err(source) => {
                     take_back(&registered, fabric);
-                    let chunk = (chunks.count() > 1).then_some(ChunkOfRegion {
+                    let chunk = ChunkOfRegion {
                         index: index as u64,
                         count: chunks.count(),
                         address: address + offset,
                         bytes: length,
-                    });
+                    };
                     return Err(RegisterError::Fabric {
                         address,
                         bytes,
                         kind,
-                        chunk,
+                        chunk: (chunk.count > 1).then(|| Box::new(chunk)),
                         source,
                         pinned,
                     });

@@ -218,12 +218,7 @@ fn c79_a_key_of_one_chunk_that_is_refused_fails_the_read() {
     let producer = side(engine_of(&network, "producer", PAGE), 1, 8, PAGE, 0);
     producer.fill();
     let control = FaultControl::new(1, FaultRates::none()).unwrap();
-    let engine = {
-        let (network, control) = (network.clone(), control.clone());
-        Engine::builder(config("consumer"))
-            .start_on(move || FaultFabric::new(LoopbackFabric::new(&network, 4096)?, &control))
-            .unwrap()
-    };
+    let engine = faulty(&Kind::Loopback(network), config("consumer"), &control);
     let consumer = side(engine, 1, 8, PAGE, 0);
     let peer = connect(&consumer.engine, &producer.engine, Lane::Native);
     let tables = with_tables(&consumer, &peer);
