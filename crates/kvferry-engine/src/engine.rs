@@ -317,7 +317,7 @@ impl Engine {
     }
 
     /// What peers need to connect: addresses, regions and tables as they are now. Its size depends
-    /// on the number of regions and tables, not on the number of blocks.
+    /// on the number of regions, their chunks and tables, not on the number of blocks.
     ///
     /// # Errors
     /// [`EngineError::Stopped`].

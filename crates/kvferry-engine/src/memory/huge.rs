@@ -61,13 +61,16 @@ fn meminfo_size(meminfo: &str) -> Option<u64> {
         .filter(|bytes| bytes.is_power_of_two())
 }
 
-/// Huge pages of a size that nobody has taken or reserved. Others may take them at any time.
-pub(super) fn free(page_bytes: u64) -> Option<u64> {
+/// Huge pages of a size that can be had: those that nobody has taken or reserved, and those that may
+/// be made beyond the reservation. Others may take them at any time.
+pub(super) fn obtainable(page_bytes: u64) -> Option<u64> {
     let number = |file: &str| -> Option<u64> {
         let path = format!("{DIRECTORY}/hugepages-{}kB/{file}", page_bytes / 1024);
         fs::read_to_string(path).ok()?.trim().parse().ok()
     };
-    Some(number("free_hugepages")?.saturating_sub(number("resv_hugepages")?))
+    let free = number("free_hugepages")?.saturating_sub(number("resv_hugepages")?);
+    let beyond = number("nr_overcommit_hugepages").zip(number("surplus_hugepages"));
+    Some(free + beyond.map_or(0, |(allowed, made)| allowed.saturating_sub(made)))
 }
 
 #[cfg(test)]

@@ -111,9 +111,13 @@ impl HostPool {
             bytes: bytes as u64,
             page_bytes,
             need,
-            free: huge::free(page_bytes).unwrap_or(0),
+            free: huge::obtainable(page_bytes).unwrap_or(0),
             source,
         };
+        // Asked first: allocating would take all there are from others before it failed.
+        if huge::obtainable(page_bytes).is_some_and(|pages| need > pages) {
+            return Err(failed(("counting", rustix::io::Errno::NOMEM.into())));
+        }
         let length = need
             .checked_mul(page_bytes)
             .and_then(|length| usize::try_from(length).ok())

@@ -65,9 +65,9 @@ pub enum MemoryError {
     },
     /// There were not enough huge pages for a pool.
     #[error(
-        "{step} for a host pool of {bytes} bytes failed: {source}; it takes {need} huge pages of \
-         {page_bytes} bytes, and {free} are free: reserve more (/proc/sys/vm/nr_hugepages, or \
-         nr_hugepages in /sys/kernel/mm/hugepages), or allow ordinary pages"
+        "a host pool of {bytes} bytes takes {need} huge pages of {page_bytes} bytes, and {free} are free \
+         ({step}: {source}); reserve more (/proc/sys/vm/nr_hugepages, or nr_hugepages in \
+         /sys/kernel/mm/hugepages), or allow ordinary pages"
     )]
     HugePages {
         /// What was tried.
@@ -78,7 +78,8 @@ pub enum MemoryError {
         page_bytes: u64,
         /// Huge pages that the pool takes.
         need: u64,
-        /// Huge pages that nobody has taken or reserved.
+        /// Huge pages that can be had: neither taken nor reserved, or allowed beyond the reservation
+        /// (`nr_overcommit_hugepages`).
         free: u64,
         /// The operating system's answer.
         source: std::io::Error,
