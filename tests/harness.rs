@@ -155,12 +155,17 @@ impl Child {
     /// The child's next line, parsed.
     #[must_use]
     pub fn hear<T: DeserializeOwned>(&self) -> T {
-        let line = self
-            .lines
-            .recv_timeout(PATIENCE)
-            .unwrap_or_else(|error| panic!("the {} said nothing: {error}", self.role));
+        let line = self.line();
         serde_json::from_str(&line)
             .unwrap_or_else(|error| panic!("the {} said {line:?}: {error}", self.role))
+    }
+
+    /// The child's next line as it is: a child may be started so that its log comes this way.
+    #[must_use]
+    pub fn line(&self) -> String {
+        self.lines
+            .recv_timeout(PATIENCE)
+            .unwrap_or_else(|error| panic!("the {} said nothing: {error}", self.role))
     }
 
     /// Sends a line and hears the answer.

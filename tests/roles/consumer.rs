@@ -6,7 +6,7 @@ use kvferry_engine::{BlockPair, Engine, plan};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::{Layout, Packed, SHUTDOWN, assert_generation, config, connect};
+use super::{Layout, Packed, SHUTDOWN, assert_generation, config, connect, warnings};
 use crate::harness::{PATIENCE, requests, say};
 use crate::pattern::{POISON, wrong_bytes};
 
@@ -54,6 +54,8 @@ pub struct ReadResult {
     pub wrong_bytes: u64,
     /// Bytes in quarantine at the end.
     pub quarantined_bytes: u64,
+    /// What its engine warns of.
+    pub warnings: Vec<String>,
 }
 
 pub(super) fn run(read: &Read) {
@@ -122,6 +124,7 @@ pub(super) fn run(read: &Read) {
         "messages_sent": counters.messages_sent,
         "wrong_bytes": wrong,
         "quarantined_bytes": counters.quarantined_bytes,
+        "warnings": warnings(&engine),
     }));
     for _ in requests() {}
     engine.shutdown(SHUTDOWN).unwrap();

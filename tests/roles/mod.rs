@@ -4,6 +4,7 @@ mod churn;
 mod consumer;
 mod engine;
 mod messenger;
+mod pinned;
 mod producer;
 mod reader;
 mod resources;
@@ -22,6 +23,7 @@ pub use churn::{Churn, Stage, Work};
 pub use consumer::{Read, ReadResult};
 pub use engine::{Connected, Ended, EngineChild, EngineSpec, Memory};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
+pub use pinned::{Pinned, PinnedResult};
 pub use producer::{Counted, Layout, Started};
 pub use reader::{Connected as ReaderConnected, Ended as ReaderEnded, Limited, Reader};
 pub use resources::Resources;
@@ -39,7 +41,12 @@ impl Packed {
         Self(engine.describe().unwrap().encode().unwrap())
     }
 
-    fn unpack(&self) -> Description {
+    /// The description.
+    ///
+    /// # Panics
+    /// If it is none.
+    #[must_use]
+    pub fn unpack(&self) -> Description {
         Description::decode(&self.0).unwrap()
     }
 }
@@ -69,6 +76,7 @@ pub fn run(role: &str, arguments: &str) {
         "echo" => sleepers::echo(),
         "round_trips" => sleepers::round_trips(&serde_json::from_str(arguments).unwrap()),
         "start" => start(),
+        "pinned" => pinned::run(&serde_json::from_str(arguments).unwrap()),
         "leave" => leave(),
         other => panic!("no role {other:?}"),
     }
@@ -116,6 +124,22 @@ impl Settings {
     }
 }
 
+/// A child's environment: `max_registration_bytes` of its engine, in bytes.
+pub const MAX_REGISTRATION: &str = "KVFERRY_TEST_MAX_REGISTRATION";
+
+/// A child's environment: the length of the huge pages that its pools must have, in bytes.
+pub const HUGE_PAGES: &str = "KVFERRY_TEST_HUGE_PAGES";
+
+fn number(name: &str) -> Option<u64> {
+    let text = std::env::var(name).ok()?;
+    Some(text.parse().unwrap())
+}
+
+fn warnings(engine: &Engine) -> Vec<String> {
+    let warnings = engine.warnings();
+    warnings.iter().map(ToString::to_string).collect()
+}
+
 fn config(name: &str) -> EngineConfig {
     let settings: Settings = match std::env::var(Settings::VARIABLE) {
         Ok(text) => serde_json::from_str(&text).unwrap(),
@@ -132,6 +156,7 @@ fn config(name: &str) -> EngineConfig {
     if settings.connect_ms > 0 {
         config.connect_timeout = Duration::from_millis(settings.connect_ms);
     }
+    config.max_registration_bytes = number(MAX_REGISTRATION);
     config
 }
 
@@ -156,7 +181,7 @@ fn start() {
     match Engine::builder(config("start")).start() {
         Ok(engine) => {
             assert_generation(&engine);
-            say(&json!({ "started": true, "error": "" }));
+            say(&json!({ "started": true, "error": "", "warnings": warnings(&engine) }));
         }
         Err(error) => say(&json!({ "started": false, "error": error.to_string() })),
     }

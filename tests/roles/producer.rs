@@ -7,13 +7,16 @@ use std::time::{Duration, Instant};
 use kvferry_connector::lease::{LeaseConfig, LeaseService, StepLeases};
 use kvferry_engine::wire::lease::LEASE_CHANNEL;
 use kvferry_engine::wire::{Epoch, Instance, RequestId};
-use kvferry_engine::{Engine, HostPool, MemoryRegion, Replies, Sender, Service, Table, TableSpec};
+use kvferry_engine::{
+    Engine, HostPool, HostPoolOptions, HugePages, MemoryRegion, Replies, Sender, Service, Table,
+    TableSpec,
+};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
 use super::churn::register_often;
 use super::resources::{Resources, cpu_ms};
-use super::{Packed, SHUTDOWN, assert_generation, config};
+use super::{HUGE_PAGES, Packed, SHUTDOWN, assert_generation, config, number, warnings};
 use crate::harness::{requests, say};
 use crate::pattern;
 
@@ -37,7 +40,15 @@ impl Layout {
         engine: &Engine,
     ) -> (MemoryRegion, kvferry_engine::Region, Vec<Table>) {
         let span = u64::from(self.blocks) * self.block_bytes;
-        let pool = HostPool::new((span * u64::from(self.layers)) as usize).unwrap();
+        let options = HostPoolOptions {
+            huge_pages: match number(HUGE_PAGES) {
+                Some(_) => HugePages::Require,
+                None => HugePages::Never,
+            },
+            huge_page_bytes: number(HUGE_PAGES),
+        };
+        let bytes = (span * u64::from(self.layers)) as usize;
+        let pool = HostPool::with_options(bytes, options).unwrap();
         let memory = pool.region().unwrap();
         let region = engine.register(&memory).unwrap();
         let tables = (0..self.layers)
@@ -59,6 +70,8 @@ pub struct Started {
     pub description: Packed,
     /// The instance of its leases.
     pub instance: [u8; 16],
+    /// What its engine warns of.
+    pub warnings: Vec<String>,
 }
 
 /// What a producer has counted.
@@ -128,7 +141,11 @@ pub(super) fn run(layout: &Layout) {
     for table in &tables {
         pattern::fill(table, &memory);
     }
-    say(&json!({ "description": Packed::of(&engine), "instance": instance.to_bytes() }));
+    say(&json!({
+        "description": Packed::of(&engine),
+        "instance": instance.to_bytes(),
+        "warnings": warnings(&engine),
+    }));
     let mut issued = 0;
     for request in requests() {
         match request.split_once(' ').unwrap_or((&request, "")) {

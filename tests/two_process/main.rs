@@ -5,6 +5,7 @@
 mod churn;
 mod ends;
 mod idle;
+mod memory;
 mod messages;
 mod reads;
 mod start;
@@ -14,6 +15,7 @@ mod usable;
 fn main() -> std::process::ExitCode {
     let mut cases = reads::cases();
     cases.extend(messages::cases());
+    cases.extend(memory::cases());
     cases.extend(start::cases());
     cases.extend(ends::cases());
     cases.extend(usable::cases());

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use crossbeam::channel::Sender;
 use kvferry_wire::Description;
 
-use crate::error::{ConnectError, FabricError, TransferError};
+use crate::chunks::Chunks;
+use crate::error::{ConnectError, RegisterError, TransferError};
 use crate::fabric::Registered;
 use crate::memory::MemoryRegion;
 use crate::peer::Greeted;
@@ -17,7 +18,8 @@ use crate::transfer::ReadCommand;
 pub(crate) enum Command {
     Register {
         memory: MemoryRegion,
-        reply: Sender<Result<Registered, FabricError>>,
+        chunks: Chunks,
+        reply: Sender<Result<Vec<Registered>, RegisterError>>,
     },
     Release(ReleaseRegion),
     Connect(Box<ConnectCommand>),

@@ -77,6 +77,10 @@ pub struct EngineConfig {
     pub copy_threads: usize,
     /// Whether and where pools are shared with engines of the same user on this host.
     pub share_socket: ShareSocket,
+    /// Longest range that is registered with UCX at once, in bytes: longer regions are registered in
+    /// chunks of this length, for devices that limit a registration. At least a page and a multiple
+    /// of the page size. Default `None`: whatever limit the fabric knows of.
+    pub max_registration_bytes: Option<u64>,
     /// Strings that both sides must agree on, such as model and cache layout. A greeting between
     /// engines whose values for one name differ is refused; names that only one side has are not
     /// compared.
@@ -108,6 +112,7 @@ impl EngineConfig {
             read_window_bytes: 32 << 20,
             copy_threads: 2,
             share_socket: ShareSocket::default(),
+            max_registration_bytes: None,
             compatibility: BTreeMap::new(),
         }
     }
@@ -183,6 +188,16 @@ impl EngineConfig {
                 "1 to 64",
             ));
         }
+        let page = rustix::param::page_size() as u64;
+        if let Some(bytes) = self.max_registration_bytes
+            && (bytes == 0 || bytes % page != 0)
+        {
+            return Err(bad(
+                "max_registration_bytes",
+                bytes.to_string(),
+                "at least a page, in whole pages",
+            ));
+        }
         self.share_socket.validate()
     }
 }
@@ -252,6 +267,12 @@ mod tests {
         fine.transports = Some("^sm".into());
         fine.net_devices = Some("mlx5_0:1,eth0".into());
         fine.validate().unwrap();
+        for bytes in [0, 1, 4095, (1 << 20) + 1] {
+            let mut bad = good.clone();
+            bad.max_registration_bytes = Some(bytes);
+            let text = bad.validate().unwrap_err().to_string();
+            assert!(text.contains("max_registration_bytes is"), "{text}");
+        }
         let mut bad = good;
         bad.transfer_timeout = Duration::ZERO;
         assert!(

@@ -6,15 +6,16 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use crossbeam::channel::bounded;
-use kvferry_wire::description::{MAX_REGIONS, MAX_TABLES};
+use kvferry_wire::description::{MAX_KEYS, MAX_REGIONS, MAX_TABLES};
 use kvferry_wire::{Description, Incarnation, MemoryKind, UcxVersion, check_table};
 
+use crate::chunks::Chunks;
 use crate::command::{Command, ConnectCommand};
 use crate::config::{EngineConfig, incompatibility};
 use crate::counters::CounterSnapshot;
 use crate::error::{ConnectError, EngineError, RegisterError, TableError};
 use crate::exit::Running;
-use crate::fabric::{Fabric, FabricError, NativeReads};
+use crate::fabric::{Fabric, FabricError, NativeReads, Registered};
 use crate::lane::LaneChoice;
 use crate::memory::{Inserted, MemoryRegion};
 use crate::peer::Peer;
@@ -22,9 +23,10 @@ use crate::progress::Progress;
 use crate::region::{Region, RegionInner};
 use crate::same_host::ShareServer;
 use crate::service::Service;
-use crate::shared::{LONGEST, Shared, Started, deadline_in};
+use crate::shared::{Catalog, LONGEST, Shared, Started, deadline_in};
 use crate::table::{LocalTable, Table, TableSpec};
 use crate::ucx::{UcxFabric, UcxOptions};
+use crate::warning::StartWarning;
 
 /// A transfer engine: one progress thread, its regions, its peers.
 ///
@@ -173,13 +175,23 @@ impl Engine {
             .map(|started| started.capabilities.native.clone())
     }
 
+    /// What was found at the start and is not as it should be, though the engine runs: for whoever
+    /// looks for the reason of something else later. Each was logged as a warning, too.
+    #[must_use]
+    pub fn warnings(&self) -> Vec<StartWarning> {
+        let started = self.shared().started.get();
+        started.map_or_else(Vec::new, |started| started.capabilities.warnings.clone())
+    }
+
     /// The engine's counters now.
     #[must_use]
     pub fn counters(&self) -> CounterSnapshot {
         self.shared().counters.snapshot()
     }
 
-    /// Registers memory. The same range again is one registration, counted.
+    /// Registers memory. The same range again is one registration, counted. A region longer than
+    /// `max_registration_bytes` (of the configuration, or of the fabric) is registered in chunks, all
+    /// of them or none.
     ///
     /// # Errors
     /// [`RegisterError`], with address, length, kind and cause.
@@ -191,6 +203,7 @@ impl Engine {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let (kind, address, bytes) = (memory.kind(), memory.address(), memory.bytes());
+        let chunks = Chunks::new(bytes, shared.max_registration_bytes());
         let id = {
             let mut catalog = shared.catalog();
             let (id, count) = (catalog.next_region, catalog.regions.len());
@@ -212,6 +225,10 @@ impl Engine {
                     });
                 }
                 Inserted::New => {
+                    if let Err(error) = check_chunks(&catalog, memory, chunks) {
+                        catalog.map.remove(kind, address);
+                        return Err(error);
+                    }
                     catalog.next_region += 1;
                     id
                 }
@@ -223,16 +240,11 @@ impl Engine {
                 }
             }
         };
-        let result = self.register_new(memory);
+        let result = self.register_new(memory, chunks);
         let mut catalog = shared.catalog();
         match result {
             Ok(registered) => {
-                let inner = Arc::new(RegionInner::new(
-                    id,
-                    memory.clone(),
-                    registered.handle,
-                    registered.key,
-                ));
+                let inner = Arc::new(RegionInner::new(id, memory.clone(), chunks, registered));
                 catalog.regions.push(Arc::clone(&inner));
                 drop(catalog);
                 Ok(self.region(inner))
@@ -247,7 +259,8 @@ impl Engine {
     fn register_new(
         &self,
         memory: &MemoryRegion,
-    ) -> Result<crate::fabric::Registered, RegisterError> {
+        chunks: Chunks,
+    ) -> Result<Vec<Registered>, RegisterError> {
         let (kind, address, bytes) = (memory.kind(), memory.address(), memory.bytes());
         if kind == MemoryKind::Host {
             memory
@@ -264,14 +277,9 @@ impl Engine {
         self.shared()
             .ask("a registration", patience, |reply| Command::Register {
                 memory: region,
+                chunks,
                 reply,
             })?
-            .map_err(|source| RegisterError::Fabric {
-                address,
-                bytes,
-                kind,
-                source,
-            })
     }
 
     fn region(&self, inner: Arc<RegionInner>) -> Region {
@@ -314,7 +322,7 @@ impl Engine {
     }
 
     /// What peers need to connect: addresses, regions and tables as they are now. Its size depends
-    /// on the number of regions and tables, not on the number of blocks.
+    /// on the number of regions, their chunks and tables, not on the number of blocks.
     ///
     /// # Errors
     /// [`EngineError::Stopped`].
@@ -387,6 +395,28 @@ impl Engine {
             |reply| Command::Shutdown { deadline, reply },
         )
     }
+}
+
+/// Refuses a region of more chunks than a description has room for.
+fn check_chunks(
+    catalog: &Catalog,
+    memory: &MemoryRegion,
+    chunks: Chunks,
+) -> Result<(), RegisterError> {
+    let of = |region: &Arc<RegionInner>| region.chunks.count();
+    let (others, max) = (catalog.regions.iter().map(of).sum(), MAX_KEYS as u64);
+    if chunks.count().saturating_add(others) <= max {
+        return Ok(());
+    }
+    Err(RegisterError::TooManyChunks {
+        address: memory.address(),
+        bytes: memory.bytes(),
+        kind: memory.kind(),
+        chunk_bytes: chunks.chunk_bytes(),
+        chunks: chunks.count(),
+        others,
+        max,
+    })
 }
 
 impl Drop for Inner {

@@ -2,6 +2,7 @@
 //! ([`ErrorClass::Local`]), this connection ([`ErrorClass::Peer`]), this reference
 //! ([`ErrorClass::Rejected`]). Only the second closes an endpoint.
 
+use std::fmt;
 use std::time::Duration;
 
 use kvferry_wire::{Incarnation, MemoryKind, RejectCode, WireError};
@@ -9,6 +10,7 @@ use thiserror::Error;
 
 use crate::lane::Lane;
 use crate::memory::MemoryError;
+use crate::memory::memlock::PinnedMemory;
 
 /// Whom an error concerns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -140,8 +142,46 @@ pub enum RegisterError {
         /// The operating system's words.
         status: String,
     },
+    /// The range would be registered in more chunks than a description can hold keys for.
+    #[error(
+        "{bytes} bytes of {kind} memory at {address:#x} cannot be registered: {chunks} chunks of \
+         {chunk_bytes} bytes, beside {others} of other regions, are more than the {max} that can be \
+         described; raise max_registration_bytes"
+    )]
+    TooManyChunks {
+        /// Start of the range.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// Its kind.
+        kind: MemoryKind,
+        /// Length of a chunk: the limit for one registration.
+        chunk_bytes: u64,
+        /// Chunks of the range.
+        chunks: u64,
+        /// Chunks that are registered already.
+        others: u64,
+        /// The cap.
+        max: u64,
+    },
+    /// The range would be pinned, and the system's limit does not allow that. Nothing was tried.
+    #[error("{bytes} bytes of {kind} memory at {address:#x} cannot be registered: {pinned}")]
+    Memlock {
+        /// Start of the range.
+        address: u64,
+        /// Its length.
+        bytes: u64,
+        /// Its kind.
+        kind: MemoryKind,
+        /// Limit and need.
+        pinned: PinnedMemory,
+    },
     /// The fabric refused.
-    #[error("{bytes} bytes of {kind} memory at {address:#x} cannot be registered: {source}")]
+    #[error(
+        "{bytes} bytes of {kind} memory at {address:#x} cannot be registered: {}{source}{}",
+        Prefix(chunk),
+        Suffix(pinned)
+    )]
     Fabric {
         /// Start of the range.
         address: u64,
@@ -149,12 +189,52 @@ pub enum RegisterError {
         bytes: u64,
         /// Its kind.
         kind: MemoryKind,
+        /// The chunk that was refused, where there are several. The others were taken back.
+        chunk: Option<Box<ChunkOfRegion>>,
         /// The fabric's words, with UCX's status.
         source: FabricError,
+        /// Limit and need, where the fabric pins memory and a limit holds.
+        pinned: Option<PinnedMemory>,
     },
     /// The engine did not take the request.
     #[error(transparent)]
     Engine(#[from] EngineError),
+}
+
+/// A part of a region that is registered by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[error("chunk {index} of {count} ({bytes} bytes at {address:#x})")]
+#[non_exhaustive]
+pub struct ChunkOfRegion {
+    /// Its number, from 0.
+    pub index: u64,
+    /// Chunks of the region.
+    pub count: u64,
+    /// Start of the chunk.
+    pub address: u64,
+    /// Its length.
+    pub bytes: u64,
+}
+
+struct Prefix<'a>(&'a Option<Box<ChunkOfRegion>>);
+
+impl fmt::Display for Prefix<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|chunk| write!(f, "{chunk}: "))
+    }
+}
+
+struct Suffix<'a>(&'a Option<PinnedMemory>);
+
+impl fmt::Display for Suffix<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|pinned| {
+            write!(
+                f,
+                "; memory is pinned here, by every device on its own: {pinned}"
+            )
+        })
+    }
 }
 
 /// Why a table was not added.

@@ -27,6 +27,7 @@
 //! # }
 //! ```
 
+mod chunks;
 mod command;
 mod completion;
 mod config;
@@ -50,13 +51,14 @@ mod table;
 mod transfer;
 mod ucx;
 mod wake;
+mod warning;
 
 pub use config::EngineConfig;
 pub use counters::CounterSnapshot;
 pub use engine::{Engine, EngineBuilder};
 pub use error::{
-    ConnectError, DeregisterError, EngineError, ErrorClass, ReadError, RegisterError, SendError,
-    TableError, TransferError,
+    ChunkOfRegion, ConnectError, DeregisterError, EngineError, ErrorClass, ReadError,
+    RegisterError, SendError, TableError, TransferError,
 };
 pub use fabric::{
     Fabric, FabricError, Fault, FaultControl, FaultFabric, FaultRates, LoopbackFabric,
@@ -64,7 +66,10 @@ pub use fabric::{
 };
 pub use kvferry_wire as wire;
 pub use lane::{Lane, LaneChoice};
-pub use memory::{HostPool, HostPoolOptions, MemoryError, MemoryRegion, available_memory};
+pub use memory::memlock::PinnedMemory;
+pub use memory::{
+    HostPool, HostPoolOptions, HugePages, MemoryError, MemoryRegion, available_memory,
+};
 pub use peer::{MAX_PAYLOAD_BYTES, Peer};
 pub use plan::{BlockPair, Plan, Run, check_pairs, plan};
 pub use region::Region;
@@ -73,3 +78,4 @@ pub use service::{PeerId, Replies, Sender, Service};
 pub use table::{RemoteTable, Table, TableSpec};
 pub use transfer::{Transfer, TransferReport};
 pub use ucx::{UcxFabric, UcxOptions};
+pub use warning::StartWarning;

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use kvferry_wire::RegionDescription;
 
+use crate::chunks::Chunks;
 use crate::error::DeregisterError;
-use crate::fabric::RegionHandle;
+use crate::fabric::{RegionHandle, Registered};
 use crate::memory::MemoryRegion;
 use crate::shared::Shared;
 
@@ -16,26 +17,40 @@ use crate::shared::Shared;
 pub(crate) struct RegionInner {
     pub(crate) id: u32,
     pub(crate) memory: MemoryRegion,
-    pub(crate) handle: RegionHandle,
-    pub(crate) key: Option<Vec<u8>>,
+    pub(crate) chunks: Chunks,
+    /// One per chunk.
+    pub(crate) handles: Vec<RegionHandle>,
+    /// One per chunk, or none without one-sided reads.
+    keys: Vec<Vec<u8>>,
     /// Operations that may touch the memory; the region stays registered until this is zero.
     operations: AtomicU64,
 }
 
 impl RegionInner {
+    /// `registered` has one registration for each chunk, in their order.
     pub(crate) fn new(
         id: u32,
         memory: MemoryRegion,
-        handle: RegionHandle,
-        key: Option<Vec<u8>>,
+        chunks: Chunks,
+        registered: Vec<Registered>,
     ) -> Self {
+        let handles = registered.iter().map(|chunk| chunk.handle).collect();
+        // A region without one of them cannot be read, so the others are of no use.
+        let keys: Option<Vec<_>> = registered.into_iter().map(|chunk| chunk.key).collect();
         Self {
             id,
             memory,
-            handle,
-            key,
+            chunks,
+            handles,
+            keys: keys.unwrap_or_default(),
             operations: AtomicU64::new(0),
         }
+    }
+
+    /// The registration of the chunk that a byte lies in.
+    pub(crate) fn handle_at(&self, offset: u64) -> Option<RegionHandle> {
+        let index = usize::try_from(self.chunks.index_of(offset)).ok()?;
+        self.handles.get(index).copied()
     }
 
     pub(crate) fn operations(&self) -> u64 {
@@ -48,7 +63,8 @@ impl RegionInner {
             base: self.memory.address(),
             bytes: self.memory.bytes(),
             kind: self.memory.kind(),
-            key: self.key.clone(),
+            chunk_bytes: self.chunks.chunk_bytes(),
+            keys: self.keys.clone(),
         }
     }
 }
@@ -99,6 +115,12 @@ impl Region {
     #[must_use]
     pub fn memory(&self) -> &MemoryRegion {
         &self.inner.memory
+    }
+
+    /// Registrations that the region takes: more than one where its length is above the limit for one.
+    #[must_use]
+    pub fn chunks(&self) -> u64 {
+        self.inner.chunks.count()
     }
 
     /// Operations that use the region now.

@@ -288,6 +288,18 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The longest range that may be registered at once, by configuration or by the fabric.
+    pub(crate) fn max_registration_bytes(&self) -> Option<u64> {
+        let page = rustix::param::page_size() as u64;
+        let of_fabric = self.started.get()?.capabilities.max_registration_bytes;
+        // Whole pages, as in the configuration, so that chunks of a region in pages share none.
+        let of_fabric = of_fabric.map(|bytes| (bytes / page).max(1) * page);
+        [of_fabric, self.config.max_registration_bytes]
+            .into_iter()
+            .flatten()
+            .min()
+    }
+
     pub(crate) fn ucx_version(&self) -> Option<UcxVersion> {
         self.started.get()?.capabilities.ucx
     }

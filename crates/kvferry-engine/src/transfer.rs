@@ -26,7 +26,8 @@ use crate::table::Table;
 pub struct TransferReport {
     /// Bytes that were read: blocks times tables times block length.
     pub bytes: u64,
-    /// Contiguous runs that were read; one block operation each.
+    /// Contiguous runs that were read. On the native lane, where each is one operation, a run that
+    /// crosses the end of a registered chunk on either side counts once per piece.
     pub operations: u64,
     /// How the bytes moved; `None` if there was nothing to read.
     pub lane: Option<Lane>,

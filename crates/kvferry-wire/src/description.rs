@@ -31,6 +31,8 @@ pub const MAX_TABLES: usize = 65_536;
 pub const MAX_ADDRESS_BYTES: usize = 64 << 10;
 /// Largest packed remote key.
 pub const MAX_KEY_BYTES: usize = 4 << 10;
+/// Most packed remote keys in a description, all regions together.
+pub const MAX_KEYS: usize = 65_536;
 /// Most compatibility fields.
 pub const MAX_COMPATIBILITY_FIELDS: usize = 256;
 /// Longest name of a compatibility field, in bytes.
@@ -117,9 +119,30 @@ pub struct RegionDescription {
     pub bytes: u64,
     /// Kind of memory. Regions of one kind do not overlap.
     pub kind: MemoryKind,
-    /// The packed remote key, where there is a data context; at most [`MAX_KEY_BYTES`].
-    #[serde(default, with = "serde_bytes")]
-    pub key: Option<Vec<u8>>,
+    /// Length of the chunks in which it is registered, 1 to `bytes`: chunk `n` begins
+    /// `n * chunk_bytes` bytes into the region, and the last may be shorter. One chunk where no
+    /// device limits a registration.
+    pub chunk_bytes: u64,
+    /// The packed remote key of each chunk, where there is a data context, otherwise none; each 1
+    /// to [`MAX_KEY_BYTES`] bytes, at most [`MAX_KEYS`] in a description.
+    #[serde(
+        default,
+        serialize_with = "validate::write_keys",
+        deserialize_with = "validate::keys"
+    )]
+    pub keys: Vec<Vec<u8>>,
+}
+
+impl RegionDescription {
+    /// Number of chunks.
+    #[must_use]
+    pub const fn chunks(&self) -> u64 {
+        match self.chunk_bytes {
+            // Refused by `validate`.
+            0 => 1,
+            chunk_bytes => self.bytes.div_ceil(chunk_bytes),
+        }
+    }
 }
 
 /// Blocks at equal distances within one region: one layer of one cache group.

@@ -149,40 +149,59 @@ where
     T: Deserialize<'de>,
     D: Deserializer<'de>,
 {
-    struct Capped<T> {
+    capped_by(deserializer, field, max, |_| Ok(()))
+}
+
+/// [`capped`], and stops at the first item that `allow` refuses: items may hold sequences that are
+/// bounded together.
+pub(crate) fn capped_by<'de, T, D>(
+    deserializer: D,
+    field: &'static str,
+    max: usize,
+    allow: impl FnMut(&T) -> Result<(), String>,
+) -> Result<Vec<T>, D::Error>
+where
+    T: Deserialize<'de>,
+    D: Deserializer<'de>,
+{
+    struct Capped<T, A> {
         field: &'static str,
         max: usize,
+        allow: A,
         item: PhantomData<T>,
     }
 
-    impl<'de, T: Deserialize<'de>> Visitor<'de> for Capped<T> {
+    impl<'de, T, A> Visitor<'de> for Capped<T, A>
+    where
+        T: Deserialize<'de>,
+        A: FnMut(&T) -> Result<(), String>,
+    {
         type Value = Vec<T>;
 
         fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             write!(f, "at most {} items in {}", self.max, self.field)
         }
 
-        fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Vec<T>, A::Error> {
+        fn visit_seq<S: SeqAccess<'de>>(mut self, mut items: S) -> Result<Vec<T>, S::Error> {
             let mut all = Vec::new();
             while let Some(item) = items.next_element()? {
                 if all.len() == self.max {
-                    return Err(A::Error::custom(format_args!("more than {self}")));
+                    return Err(S::Error::custom(format_args!(
+                        "more than {} items in {}",
+                        self.max, self.field
+                    )));
                 }
+                (self.allow)(&item).map_err(S::Error::custom)?;
                 all.push(item);
             }
             Ok(all)
         }
     }
 
-    impl<T> fmt::Display for Capped<T> {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            write!(f, "{} items in {}", self.max, self.field)
-        }
-    }
-
     deserializer.deserialize_seq(Capped {
         field,
         max,
+        allow,
         item: PhantomData,
     })
 }

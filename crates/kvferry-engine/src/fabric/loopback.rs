@@ -49,6 +49,14 @@ impl LoopbackNetwork {
         Self::default()
     }
 
+    /// Ranges that are registered now, by all who are on it.
+    #[must_use]
+    pub fn registrations(&self) -> usize {
+        let nodes = lock(&self.nodes);
+        let of = |node: &Arc<Node>| lock(&node.regions).len();
+        nodes.alive.values().map(of).sum()
+    }
+
     fn node(&self, id: u64) -> Option<Arc<Node>> {
         lock(&self.nodes).alive.get(&id).cloned()
     }
@@ -107,6 +115,9 @@ impl LoopbackFabric {
                 max_segment_bytes,
                 native: NativeReads::Real,
                 transports: "loopback".into(),
+                max_registration_bytes: None,
+                pins_memory: false,
+                warnings: Vec::new(),
             },
             next: 0,
             endpoints: HashMap::new(),
@@ -116,6 +127,20 @@ impl LoopbackFabric {
             closing: Vec::new(),
             broken: HashSet::new(),
         })
+    }
+
+    /// Refuses to register more than this many bytes at once, as some devices do.
+    #[must_use]
+    pub fn limit_registrations(mut self, bytes: u64) -> Self {
+        self.capabilities.max_registration_bytes = Some(bytes);
+        self
+    }
+
+    /// Claims that registered memory is pinned. It is not.
+    #[must_use]
+    pub fn claim_pinning(mut self) -> Self {
+        self.capabilities.pins_memory = true;
+        self
     }
 
     fn fresh(&mut self) -> u64 {
@@ -133,6 +158,25 @@ impl LoopbackFabric {
         )
         .map_err(|error| FabricError::new("loopback read", error.to_string()))
     }
+}
+
+/// A device writes to what it has registered and to nothing else.
+fn check_local(node: &Node, operation: &ReadOperation<'_>) -> Result<(), FabricError> {
+    let regions = lock(&node.regions);
+    let registered = regions.get(&operation.local_handle.0);
+    let first = operation.local.address() + operation.local_offset;
+    let is_inside = registered.is_some_and(|memory| {
+        let offset = first.checked_sub(memory.address());
+        offset.is_some_and(|offset| memory.pointer(offset, operation.bytes).is_ok())
+    });
+    if is_inside {
+        return Ok(());
+    }
+    let reason = format!(
+        "{} bytes at {first:#x} are not inside registration {}",
+        operation.bytes, operation.local_handle.0
+    );
+    Err(FabricError::new("read", reason))
 }
 
 fn gone(call: &'static str) -> FabricError {
@@ -153,6 +197,11 @@ impl Fabric for LoopbackFabric {
     }
 
     fn register(&mut self, memory: &MemoryRegion) -> Result<Registered, FabricError> {
+        let (bytes, max) = (memory.bytes(), self.capabilities.max_registration_bytes);
+        if let Some(max) = max.filter(|&max| bytes > max) {
+            let reason = format!("{bytes} bytes are more than the {max} that fit a registration");
+            return Err(FabricError::new("register", reason));
+        }
         let handle = self.fresh();
         lock(&self.node.regions).insert(handle, memory.clone());
         let mut key = self.id.to_le_bytes().to_vec();
@@ -230,11 +279,16 @@ impl Fabric for LoopbackFabric {
     ) -> Result<Posted<()>, FabricError> {
         let region = match self.keys.get(&operation.key) {
             Some(&(owner, region)) if owner == endpoint => region,
-            _ => {
-                return Err(FabricError::new(
-                    "read",
-                    "the key belongs to another endpoint",
-                ));
+            Some(&(owner, _)) => {
+                let reason = format!(
+                    "key number {} belongs to endpoint {}, not to endpoint {}; import it for each",
+                    operation.key.0, owner.0, endpoint.0
+                );
+                return Err(FabricError::new("read", reason));
+            }
+            None => {
+                let reason = format!("there is no key number {}", operation.key.0);
+                return Err(FabricError::new("read", reason));
             }
         };
         let node = self
@@ -242,6 +296,7 @@ impl Fabric for LoopbackFabric {
             .get(&endpoint)
             .and_then(|&id| self.network.node(id));
         let node = node.ok_or_else(|| gone("read"))?;
+        check_local(&self.node, operation)?;
         let from = lock(&node.regions).get(&region).cloned();
         let from = from.ok_or_else(|| FabricError::new("read", "no such region"))?;
         let from_offset = operation
@@ -362,3 +417,6 @@ impl Drop for LoopbackFabric {
         lock(&self.network.nodes).alive.remove(&self.id);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -28,6 +28,7 @@ use kvferry_wire::{Addresses, UcxVersion};
 pub use crate::error::FabricError;
 pub use crate::memory::CopyBatch;
 use crate::memory::{CopyError, CopyStats, MemoryRegion};
+use crate::warning::StartWarning;
 pub(crate) use copiers::Copiers;
 pub use fault::{Fault, FaultControl, FaultFabric, FaultRates};
 pub use loopback::{LoopbackFabric, LoopbackNetwork};
@@ -72,6 +73,13 @@ pub struct Capabilities {
     pub native: NativeReads,
     /// The transports and devices that were found here, for errors and logs.
     pub transports: String,
+    /// The longest range that can be registered at once, in bytes; longer regions are registered in
+    /// chunks. `None` where no limit is known.
+    pub max_registration_bytes: Option<u64>,
+    /// Whether a registration of host memory pins it, and so counts against `RLIMIT_MEMLOCK`.
+    pub pins_memory: bool,
+    /// What was found at the start and is not as it should be.
+    pub warnings: Vec<StartWarning>,
 }
 
 /// What became of a post.
@@ -123,7 +131,7 @@ pub struct ReadOperation<'a> {
     pub remote_address: u64,
     /// Where the bytes go.
     pub local: &'a MemoryRegion,
-    /// Our registration of it.
+    /// Our registration of it, or of the chunk that all bytes lie in.
     pub local_handle: RegionHandle,
     /// Offset in `local`.
     pub local_offset: u64,
@@ -180,7 +188,7 @@ pub trait Fabric {
     fn capabilities(&self) -> &Capabilities;
     /// Where peers reach this engine.
     fn addresses(&self) -> Addresses;
-    /// Registers a region.
+    /// Registers a region, or a chunk of one, of at most `max_registration_bytes`.
     ///
     /// # Errors
     /// The fabric's own words; nothing is registered then.

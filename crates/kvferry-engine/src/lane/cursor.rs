@@ -1,8 +1,12 @@
 //! Where a transfer stands in its plan, for the lanes that read by themselves.
 //!
-//! A cursor is a table, a place in the pairs and a byte within a block; what comes next is planned when
-//! it can be posted, so nothing is stored per block.
+//! A cursor is a table, a place in the pairs and a byte of the block there; the next run is planned
+//! when it can be posted, so nothing is stored per block. A run ends where a chunk of either region
+//! ends, since an operation has one registration and one key, and where a batch of copies is full.
 
+use kvferry_wire::TableDescription;
+
+use crate::chunks::Chunks;
 use crate::plan::{BlockPair, Run, plan};
 use crate::transfer::TablePair;
 
@@ -10,52 +14,86 @@ use crate::transfer::TablePair;
 pub(crate) struct Cursor {
     table: usize,
     pair: usize,
-    byte: u64,
+    /// Bytes of the pair's block that were posted with the piece before.
+    within: u64,
 }
 
-/// A run of one table, or a part of one, ready to be posted.
+/// A run of the cursor's table, or a piece of one, ready to be posted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
-    pub(crate) table: usize,
     pub(crate) run: Run,
-    /// The cursor behind it.
+    /// The cursor behind the run.
     pub(crate) after: Cursor,
 }
 
 impl Cursor {
-    /// The next run, or its first `most` bytes (at least 1); `None` at the end.
-    pub(crate) fn step(self, tables: &[TablePair], pairs: &[BlockPair], most: u64) -> Option<Step> {
-        let tables_left = tables.get(self.table)?;
-        let local = tables_left.local.description();
+    /// The tables that it stands in, or `None` at the end.
+    pub(crate) fn current(self, tables: &[TablePair]) -> Option<&TablePair> {
+        tables.get(self.table)
+    }
+
+    /// The next run, or its first `most` bytes (at least 1); `None` at the end. `local` and `remote` are
+    /// the chunks of the regions of the current tables.
+    pub(crate) fn step(
+        self,
+        tables: &[TablePair],
+        pairs: &[BlockPair],
+        (local, remote): (Chunks, Chunks),
+        most: u64,
+    ) -> Option<Step> {
+        let current = tables.get(self.table)?;
+        self.step_in(
+            current.local.description(),
+            &current.remote,
+            pairs,
+            (local, remote),
+            most,
+        )
+    }
+
+    fn step_in(
+        self,
+        local_table: &TableDescription,
+        remote_table: &TableDescription,
+        pairs: &[BlockPair],
+        (local, remote): (Chunks, Chunks),
+        most: u64,
+    ) -> Option<Step> {
+        let block_bytes = local_table.block_bytes;
         let left = pairs.get(self.pair..)?;
-        // Blocks beyond `most` need no planning.
-        let want = self.byte.saturating_add(most).div_ceil(local.block_bytes);
-        let planned = usize::try_from(want).map_or(left.len(), |want| want.min(left.len()));
-        let whole = plan(local, &tables_left.remote, &left[..planned]).next()?;
-        let run = Run {
-            local_offset: whole.local_offset + self.byte,
-            remote_offset: whole.remote_offset + self.byte,
-            bytes: (whole.bytes - self.byte).min(most),
-        };
-        let behind = self.byte + run.bytes;
-        let pair = self.pair + (behind / local.block_bytes) as usize;
+        let first = plan(local_table, remote_table, left.get(..1)?).next()?;
+        let local_offset = first.local_offset + self.within;
+        let remote_offset = first.remote_offset + self.within;
+        let most = most
+            .min(local.left(local_offset))
+            .min(remote.left(remote_offset));
+        // Looks no further than the chunks reach, so that a run of many pieces is not gone through
+        // for each of them.
+        let reach = (self.within.saturating_add(most)).div_ceil(block_bytes);
+        let reach = usize::try_from(reach).map_or(left.len(), |reach| reach.min(left.len()));
+        let run = plan(local_table, remote_table, left.get(..reach)?).next()?;
+        let bytes = (run.bytes - self.within).min(most);
+        let behind = self.within + bytes;
+        let pair = self.pair + (behind / block_bytes) as usize;
         let after = if pair == pairs.len() {
             Self {
                 table: self.table + 1,
-                ..Self::default()
+                pair: 0,
+                within: 0,
             }
         } else {
             Self {
                 table: self.table,
                 pair,
-                byte: behind % local.block_bytes,
+                within: behind % block_bytes,
             }
         };
-        Some(Step {
-            table: self.table,
-            run,
-            after,
-        })
+        let run = Run {
+            local_offset,
+            remote_offset,
+            bytes,
+        };
+        Some(Step { run, after })
     }
 
     /// True if nothing is left to post.
@@ -63,3 +101,6 @@ impl Cursor {
         self.table >= tables.len()
     }
 }
+
+#[cfg(test)]
+mod tests;

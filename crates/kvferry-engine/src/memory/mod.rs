@@ -12,7 +12,9 @@
 
 mod copies;
 mod credentials;
+mod huge;
 mod map;
+pub(crate) mod memlock;
 mod pool;
 mod region;
 mod remote;
@@ -20,6 +22,7 @@ mod remote;
 pub use copies::CopyBatch;
 pub(crate) use copies::{CopyError, CopyStats, MAX_PIECES, Vectors, probe};
 pub(crate) use credentials::{Credentials, credentials};
+pub use huge::HugePages;
 pub(crate) use map::{Inserted, RegionMap};
 pub use pool::{HostPool, HostPoolOptions, available_memory};
 pub use region::{MemoryError, MemoryRegion};

@@ -1,6 +1,7 @@
 //! Host memory made for sharing with other processes.
 
 use std::fs::File;
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -8,19 +9,24 @@ use std::sync::Arc;
 use memmap2::{MmapOptions, MmapRaw};
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, memfd_create};
 
+use super::huge::{self, HugePages};
 use super::region::{MemoryError, MemoryRegion};
 
 /// How a [`HostPool`] is made.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct HostPoolOptions {
-    /// Back the pool with huge pages of the system's default size. Fails where none are reserved.
-    pub huge_pages: bool,
+    /// Whether it is backed with huge pages.
+    pub huge_pages: HugePages,
+    /// Their size in bytes, one of those in `/sys/kernel/mm/hugepages` (2 MiB and 1 GiB on most
+    /// systems); `None` for the system's default size.
+    pub huge_page_bytes: Option<u64>,
 }
 
 /// Host memory owned by kvferry: a sealed memfd, mapped shared.
 ///
 /// All pages exist when the constructor returns, so that "no space" is an error there and not a
-/// SIGBUS later; the file can neither shrink nor grow, so that a peer that maps it is as safe.
+/// SIGBUS later; the file can neither shrink nor grow, so that a peer that maps it is as safe. A peer
+/// can map it for reading only (from Linux 5.1 on).
 ///
 /// ```
 /// use kvferry_engine::HostPool;
@@ -37,7 +43,10 @@ pub struct HostPoolOptions {
 #[derive(Debug)]
 pub struct HostPool {
     file: File,
+    /// The whole file: what was asked for, rounded up to whole huge pages where it has some.
     map: MmapRaw,
+    bytes: usize,
+    page_bytes: u64,
 }
 
 impl HostPool {
@@ -57,45 +66,86 @@ impl HostPool {
     /// Makes a pool with options.
     ///
     /// # Errors
-    /// As [`HostPool::new`].
+    /// As [`HostPool::new`], and where huge pages are required [`MemoryError::HugePages`] with the
+    /// number of free ones and [`MemoryError::HugePageSize`].
     pub fn with_options(bytes: usize, options: HostPoolOptions) -> Result<Arc<Self>, MemoryError> {
         if bytes == 0 {
             return Err(MemoryError::Empty { address: 0 });
         }
-        if !options.huge_pages {
-            check_available(bytes as u64)?;
+        match options.huge_pages {
+            HugePages::Never => {}
+            HugePages::Require => return Self::huge(bytes, options.huge_page_bytes),
+            HugePages::IfAvailable => match Self::huge(bytes, options.huge_page_bytes) {
+                Ok(pool) => return Ok(pool),
+                Err(error) => tracing::info!(%error, "a host pool gets ordinary pages"),
+            },
         }
-        let failed = |step| {
-            move |error: rustix::io::Errno| MemoryError::Pool {
-                step,
-                bytes: bytes as u64,
-                source: error.into(),
-            }
+        check_available(bytes as u64)?;
+        let failed = |(step, source)| MemoryError::Pool {
+            step,
+            bytes: bytes as u64,
+            source,
         };
-        let mut flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        if options.huge_pages {
-            flags |= MemfdFlags::HUGETLB;
-        }
-        let fd = memfd_create("kvferry-pool", flags).map_err(failed("memfd_create"))?;
-        fallocate(&fd, FallocateFlags::empty(), 0, bytes as u64).map_err(failed("fallocate"))?;
-        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
-            .map_err(failed("sealing"))?;
-        let file = File::from(fd);
-        let map = MmapOptions::new()
-            .len(bytes)
-            .map_raw(&file)
-            .map_err(|source| MemoryError::Pool {
-                step: "mmap",
-                bytes: bytes as u64,
-                source,
-            })?;
-        Ok(Arc::new(Self { file, map }))
+        let (file, map) = allocate(bytes, MemfdFlags::empty()).map_err(failed)?;
+        Ok(Arc::new(Self {
+            file,
+            map,
+            bytes,
+            page_bytes: rustix::param::page_size() as u64,
+        }))
     }
 
-    /// Size in bytes.
+    fn huge(bytes: usize, page_bytes: Option<u64>) -> Result<Arc<Self>, MemoryError> {
+        let sizes = huge::sizes();
+        let wanted = page_bytes.or_else(huge::default_size);
+        let page_bytes =
+            wanted
+                .filter(|size| sizes.contains(size))
+                .ok_or(MemoryError::HugePageSize {
+                    wanted: wanted.unwrap_or(0),
+                    sizes,
+                })?;
+        let need = (bytes as u64).div_ceil(page_bytes);
+        let failed = |(step, source)| MemoryError::HugePages {
+            step,
+            bytes: bytes as u64,
+            page_bytes,
+            need,
+            free: huge::obtainable(page_bytes).unwrap_or(0),
+            source,
+        };
+        // Asked first: allocating would take all there are from others before it failed.
+        if huge::obtainable(page_bytes).is_some_and(|pages| need > pages) {
+            return Err(failed(("counting", rustix::io::Errno::NOMEM.into())));
+        }
+        let length = need
+            .checked_mul(page_bytes)
+            .and_then(|length| usize::try_from(length).ok())
+            .ok_or(MemoryError::Overflow {
+                address: 0,
+                bytes: bytes as u64,
+            })?;
+        // The size goes into the flags as the logarithm, as `MFD_HUGE_2MB` has it.
+        let size = MemfdFlags::from_bits_retain(page_bytes.trailing_zeros() << MFD_HUGE_SHIFT);
+        let (file, map) = allocate(length, MemfdFlags::HUGETLB | size).map_err(failed)?;
+        Ok(Arc::new(Self {
+            file,
+            map,
+            bytes,
+            page_bytes,
+        }))
+    }
+
+    /// Size in bytes, as asked for.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.map.len()
+        self.bytes
+    }
+
+    /// Size of the pages that back it, in bytes: more than the system's page size with huge pages.
+    #[must_use]
+    pub fn page_bytes(&self) -> u64 {
+        self.page_bytes
     }
 
     /// The whole pool as one region.
@@ -109,10 +159,42 @@ impl HostPool {
         }
     }
 
-    /// The memfd, to hand to a peer on the same host.
+    /// The memfd, to hand to a peer on the same host. Its length is [`bytes`](Self::bytes), rounded up
+    /// to whole huge pages where the pool has some. From Linux 5.1 on it cannot be mapped for writing.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
+    }
+}
+
+/// Where the size of huge pages begins in the flags of `memfd_create`.
+const MFD_HUGE_SHIFT: u32 = 26;
+
+/// Makes a memfd of `length` bytes with all its pages, maps and seals it; or the step that failed.
+fn allocate(
+    length: usize,
+    flags: MemfdFlags,
+) -> Result<(File, MmapRaw), (&'static str, io::Error)> {
+    let failed = |step| move |error: rustix::io::Errno| (step, error.into());
+    let flags = flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = memfd_create("kvferry-pool", flags).map_err(failed("memfd_create"))?;
+    fallocate(&fd, FallocateFlags::empty(), 0, length as u64).map_err(failed("fallocate"))?;
+    let file = File::from(fd);
+    let map = MmapOptions::new()
+        .len(length)
+        .map_raw(&file)
+        .map_err(|error| ("mmap", error))?;
+    seal(&file).map_err(failed("sealing"))?;
+    Ok((file, map))
+}
+
+/// Seals a pool's file after its own mapping is made: its length is fixed, and nobody else can write.
+fn seal(file: &File) -> rustix::io::Result<()> {
+    let fixed = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    match fcntl_add_seals(file, fixed | SealFlags::FUTURE_WRITE) {
+        // Linux before 5.1 does not know it.
+        Err(rustix::io::Errno::INVAL) => fcntl_add_seals(file, fixed),
+        result => result,
     }
 }
 
@@ -178,50 +260,4 @@ fn cgroup_available() -> Option<u64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use rustix::fs::{fcntl_get_seals, ftruncate};
-
-    #[test]
-    fn a_pool_is_zeroed_sealed_and_of_the_size_asked_for() {
-        let pool = HostPool::new(10_000).unwrap();
-        assert_eq!(pool.bytes(), 10_000);
-        let mut out = vec![1; 10_000];
-        pool.region().unwrap().read_at(0, &mut out).unwrap();
-        assert!(out.iter().all(|&byte| byte == 0));
-        assert!(
-            fcntl_get_seals(pool.fd())
-                .unwrap()
-                .contains(SealFlags::SHRINK | SealFlags::GROW)
-        );
-        assert!(ftruncate(pool.fd(), 1).is_err());
-    }
-
-    #[test]
-    fn a_pool_that_does_not_fit_is_an_error_with_its_size() {
-        let error = HostPool::new(1 << 60).unwrap_err();
-        assert!(
-            matches!(error, MemoryError::NoMemory { bytes, .. } if bytes == 1 << 60),
-            "{error}"
-        );
-        assert!(matches!(
-            HostPool::new(0).unwrap_err(),
-            MemoryError::Empty { .. }
-        ));
-    }
-
-    #[test]
-    fn meminfo_is_read_in_bytes() {
-        let text = "MemTotal:       16384 kB\nMemAvailable:       8192 kB\nBuffers: 1 kB\n";
-        assert_eq!(meminfo_available(text), Some(8 << 20));
-        assert_eq!(meminfo_available("MemAvailable: many\n"), None);
-        assert_eq!(meminfo_available(""), None);
-    }
-
-    #[test]
-    fn a_region_keeps_its_pool_alive() {
-        let region = HostPool::new(4096).unwrap().region().unwrap();
-        region.write_at(0, b"x").unwrap();
-        assert_eq!(Arc::strong_count(region.pool().unwrap()), 1);
-    }
-}
+mod tests;

@@ -53,6 +53,37 @@ pub enum MemoryError {
         /// What the machine or the control group has left.
         available: u64,
     },
+    /// A pool was to have huge pages of a size that the system does not have.
+    #[error(
+        "there are no huge pages of {wanted} bytes here; the sizes that this system has are {sizes:?} bytes"
+    )]
+    HugePageSize {
+        /// The size asked for; 0 where the system has no default.
+        wanted: u64,
+        /// The sizes there are.
+        sizes: Vec<u64>,
+    },
+    /// There were not enough huge pages for a pool.
+    #[error(
+        "a host pool of {bytes} bytes takes {need} huge pages of {page_bytes} bytes, and {free} are free \
+         ({step}: {source}); reserve more (/proc/sys/vm/nr_hugepages, or nr_hugepages in \
+         /sys/kernel/mm/hugepages), or allow ordinary pages"
+    )]
+    HugePages {
+        /// What was tried.
+        step: &'static str,
+        /// Size of the pool.
+        bytes: u64,
+        /// Size of a huge page.
+        page_bytes: u64,
+        /// Huge pages that the pool takes.
+        need: u64,
+        /// Huge pages that can be had: neither taken nor reserved, or allowed beyond the reservation
+        /// (`nr_overcommit_hugepages`).
+        free: u64,
+        /// The operating system's answer.
+        source: std::io::Error,
+    },
     /// The operating system refused memory for a pool.
     #[error(
         "{step} for a host pool of {bytes} bytes failed: {source}; free memory or ask for less"
@@ -144,6 +175,15 @@ impl MemoryRegion {
             kind,
             owner,
         })
+    }
+
+    /// `bytes` bytes of it, from `offset` on, as a region that keeps the same memory alive.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`], [`MemoryError::Empty`].
+    pub(crate) fn part(&self, offset: u64, bytes: u64) -> Result<Self, MemoryError> {
+        let base = self.pointer(offset, bytes)?;
+        Self::checked(base, bytes as usize, self.kind, self.owner.clone())
     }
 
     /// Address of the first byte in this process.

@@ -6,6 +6,7 @@ use std::time::Instant;
 use super::core::{Core, ShutdownState};
 use super::greeting::LINGER;
 use super::peers::Phase;
+use super::registering::take_back;
 use crate::command::{Command, ReleaseRegion};
 use crate::counters::add;
 use crate::error::TransferError;
@@ -14,11 +15,15 @@ use crate::fabric::Fabric;
 impl Core {
     pub(super) fn command(&mut self, command: Command, fabric: &mut dyn Fabric) {
         match command {
-            Command::Register { memory, reply } => {
-                let unheard = reply.send(fabric.register(&memory)).err();
+            Command::Register {
+                memory,
+                chunks,
+                reply,
+            } => {
+                let unheard = reply.send(self.register(&memory, chunks, fabric)).err();
                 if let Some(Ok(registered)) = unheard.map(|unheard| unheard.0) {
                     // Whoever asked has given up.
-                    fabric.deregister(registered.handle);
+                    take_back(&registered, fabric);
                 }
             }
             Command::Release(release) => self.release(release, fabric),

@@ -15,6 +15,7 @@ mod incoming;
 mod peers;
 mod posting;
 mod pump;
+mod registering;
 mod timers;
 mod transfers;
 

@@ -69,8 +69,8 @@ pub(super) struct PeerState {
     /// Their operations in flight: how many, and of how many bytes.
     pub(super) reads_in_flight: usize,
     pub(super) bytes_in_flight: u64,
-    /// The peer's regions whose keys were imported.
-    pub(super) keys: HashMap<u32, KeyId>,
+    /// The peer's regions and their chunks whose keys were imported.
+    pub(super) keys: HashMap<(u32, u64), KeyId>,
     pub(super) last_heard: Instant,
     pub(super) suspect: bool,
     pub(super) last_ping: Instant,

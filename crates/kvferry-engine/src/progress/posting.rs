@@ -3,23 +3,29 @@
 //! Transfers of one peer take turns, one operation each. What is in flight from a peer is bounded in
 //! operations and in bytes; an operation that is larger than the bound goes alone.
 
-use kvferry_wire::TransferId;
+use std::collections::HashMap;
+
+use kvferry_wire::{RegionDescription, TransferId};
 
 use super::core::Core;
 use super::peers::{Endpoint, PeerState};
+use crate::chunks::Chunks;
 use crate::counters::add;
 use crate::error::TransferError;
 use crate::fabric::{
     CopyEnd, EndpointId, Fabric, FabricError, KeyId, Posted, ReadOperation, ReadToken,
 };
 use crate::lane::Lane;
-use crate::memory::{CopyBatch, CopyError, MAX_PIECES};
+use crate::lane::cursor::Step;
+use crate::memory::{CopyBatch, CopyError, MAX_PIECES, MemoryError};
 
 /// Operations of one peer posted per turn.
 const READS_PER_TURN: usize = 256;
 /// Bytes of a batch of copies; a larger piece is cut. Small enough for several threads to share a
 /// transfer, large enough for 64 blocks of 64 KiB in one call.
 const BATCH_BYTES: u64 = 4 << 20;
+/// Copies need no registration, and so know no chunks.
+const WHOLE: Chunks = Chunks::whole();
 /// Batches kept for reuse.
 const MAX_FREE_BATCHES: usize = 64;
 
@@ -129,13 +135,8 @@ impl Core {
         let Some(state) = self.transfers.get(transfer).filter(|state| !state.ended) else {
             return Ok(Turn::Over);
         };
-        let Some(step) = state.cursor.step(&state.tables, &state.pairs, u64::MAX) else {
-            return Ok(Turn::Over);
-        };
-        if step.run.bytes > room {
-            return Ok(Turn::NoRoom);
-        }
-        let (Some(peer), Some(pair)) = (self.peers.get_mut(&id), state.tables.get(step.table))
+        let (Some(peer), Some(pair)) =
+            (self.peers.get_mut(&id), state.cursor.current(&state.tables))
         else {
             return Ok(Turn::Over);
         };
@@ -146,20 +147,37 @@ impl Core {
             .iter()
             .find(|region| region.id == region_id);
         let remote = remote.ok_or_else(|| no_region(region_id))?;
-        let key = match peer.keys.get(&region_id) {
-            Some(&key) => key,
-            None => import_key(fabric, id, remote, &mut peer.keys)?,
+        let (local, theirs) = (pair.local.region(), Chunks::of(remote));
+        let chunks = (local.chunks, theirs);
+        let step = state
+            .cursor
+            .step(&state.tables, &state.pairs, chunks, u64::MAX);
+        let Some(Step { run, after }) = step else {
+            return Ok(Turn::Over);
         };
-        let local = pair.local.region();
+        if run.bytes > room {
+            return Ok(Turn::NoRoom);
+        }
+        let chunk = theirs.index_of(run.remote_offset);
+        let key = match peer.keys.get(&(region_id, chunk)) {
+            Some(&key) => key,
+            None => import_key(fabric, id, remote, chunk, &mut peer.keys)?,
+        };
+        let handle = local.handle_at(run.local_offset);
         let operation = ReadOperation {
             key,
-            remote_address: remote.base + step.run.remote_offset,
+            remote_address: remote.base + run.remote_offset,
             local: &local.memory,
-            local_handle: local.handle,
-            local_offset: step.run.local_offset,
-            bytes: step.run.bytes,
+            // Blocks lie within their region, and its chunks cover it.
+            local_handle: handle.ok_or(MemoryError::OutOfBounds {
+                offset: run.local_offset,
+                bytes: run.bytes,
+                region_bytes: local.memory.bytes(),
+            })?,
+            local_offset: run.local_offset,
+            bytes: run.bytes,
         };
-        let token = self.flights.insert(transfer, step.run.bytes);
+        let token = self.flights.insert(transfer, run.bytes);
         add(&self.shared.counters.ucx_operations, 1);
         let posted = match fabric.read(EndpointId(id), token, &operation) {
             Ok(posted) => posted,
@@ -168,10 +186,11 @@ impl Core {
                 return Err(TransferError::Operation(error));
             }
         };
-        state.cursor = step.after;
+        state.cursor = after;
+        state.operations += 1;
         state.in_flight += 1;
         peer.reads_in_flight += 1;
-        peer.bytes_in_flight += step.run.bytes;
+        peer.bytes_in_flight += run.bytes;
         let more = !state.cursor.is_behind(&state.tables);
         if let Posted::Done(()) = posted {
             // One path for both kinds of completion.
@@ -203,15 +222,14 @@ impl Core {
         let mut cursor = state.cursor;
         while batch.len() < MAX_PIECES && batch.bytes() < BATCH_BYTES {
             let room = BATCH_BYTES - batch.bytes();
-            let Some(step) = cursor.step(&state.tables, &state.pairs, room) else {
-                break;
-            };
-            let Some(pair) = state.tables.get(step.table) else {
+            let step = cursor.step(&state.tables, &state.pairs, (WHOLE, WHOLE), room);
+            let (Some(pair), Some(Step { run, after })) = (cursor.current(&state.tables), step)
+            else {
                 break;
             };
             let region_id = pair.remote.region;
-            let to = (&pair.local.region().memory, step.run.local_offset);
-            let (offset, bytes) = (step.run.remote_offset, step.run.bytes);
+            let to = (&pair.local.region().memory, run.local_offset);
+            let (offset, bytes) = (run.remote_offset, run.bytes);
             if attached {
                 let regions = &peer.description.regions;
                 let remote = regions.iter().find(|region| region.id == region_id);
@@ -223,7 +241,7 @@ impl Core {
                     .map_err(|reason| refused(&reason))?;
                 batch.add_from_pool(&pool, offset, to, bytes)?;
             }
-            cursor = step.after;
+            cursor = after;
         }
         let bytes = batch.bytes();
         if bytes == 0 {
@@ -346,15 +364,19 @@ fn copy_failed(error: &CopyError) -> FabricError {
 fn import_key(
     fabric: &mut dyn Fabric,
     id: u64,
-    remote: &kvferry_wire::RegionDescription,
-    keys: &mut std::collections::HashMap<u32, KeyId>,
+    remote: &RegionDescription,
+    chunk: u64,
+    keys: &mut HashMap<(u32, u64), KeyId>,
 ) -> Result<KeyId, TransferError> {
-    let packed = remote.key.as_deref().ok_or_else(|| {
+    let packed = usize::try_from(chunk)
+        .ok()
+        .and_then(|chunk| remote.keys.get(chunk));
+    let packed = packed.ok_or_else(|| {
         TransferError::Protocol(format!("its region {} has no remote key", remote.id))
     })?;
     let key = fabric
         .import_key(EndpointId(id), packed)
         .map_err(TransferError::Operation)?;
-    keys.insert(remote.id, key);
+    keys.insert((remote.id, chunk), key);
     Ok(key)
 }

@@ -1,12 +1,14 @@
 //! Deadlines: transfers, peers, services, regions, the shutdown.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::core::Core;
 use super::peers::Phase;
 use crate::counters::{add, subtract};
 use crate::error::TransferError;
-use crate::fabric::{Fabric, RegionHandle};
+use crate::fabric::Fabric;
+use crate::region::RegionInner;
 
 impl Core {
     /// Judges what is due. True if anything was.
@@ -121,12 +123,12 @@ impl Core {
             return false;
         }
         let (now, before) = (self.now, self.releases.len());
-        let mut given_up: Vec<RegionHandle> = Vec::new();
+        let mut given_up: Vec<Arc<RegionInner>> = Vec::new();
         let counters = &self.shared.counters;
         self.releases.retain_mut(|release| {
             let operations = release.region.operations();
             if operations == 0 {
-                given_up.push(release.region.handle);
+                given_up.push(Arc::clone(&release.region));
                 // Whoever waits may unmap as soon as he is told: tell him below, after the fabric.
                 return true;
             }
@@ -137,11 +139,11 @@ impl Core {
             }
             true
         });
-        for handle in &given_up {
+        for handle in given_up.iter().flat_map(|region| &region.handles) {
             fabric.deregister(*handle);
         }
         self.releases.retain_mut(|release| {
-            if !given_up.contains(&release.region.handle) {
+            if !given_up.iter().any(|gone| gone.id == release.region.id) {
                 return true;
             }
             match release.waiter.take() {

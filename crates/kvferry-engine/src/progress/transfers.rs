@@ -35,7 +35,8 @@ pub(super) struct TransferState {
     pub(super) total: u64,
     /// Bytes that have arrived (served) or that finished operations stand for (the others).
     pub(super) done: u64,
-    operations: u64,
+    /// Runs, or what was posted so far (native).
+    pub(super) operations: u64,
     extents: Extents,
     pub(super) cursor: Cursor,
     pub(super) in_flight: u64,
@@ -211,7 +212,7 @@ impl Core {
             holds,
             total,
             done: 0,
-            operations,
+            operations: if lane == Lane::Native { 0 } else { operations },
             extents: Extents::default(),
             cursor: Cursor::default(),
             in_flight: 0,

@@ -23,6 +23,7 @@ mod operations;
 mod report;
 mod sealed;
 mod settings;
+mod shared_memory;
 mod status;
 mod transports;
 mod worker;
@@ -56,6 +57,7 @@ pub use self::settings::UcxOptions;
 pub(crate) use self::settings::{
     DEVICES_EXPECTED, TRANSPORTS_EXPECTED, is_device_list, is_transport_list,
 };
+use self::shared_memory::SharedMemory;
 use self::worker::{MESSAGE_ID, Worker};
 use self::workers::Workers;
 use crate::fabric::{
@@ -107,8 +109,16 @@ impl UcxFabric {
     ) -> Result<Self, FabricError> {
         log::take_over();
         exit_hook::install();
+        let chosen = options.transports.is_some() || std::env::var_os("UCX_TLS").is_some();
+        let workers = 1 + u64::from(options.allow_emulation);
+        let room = SharedMemory::look(&worker::transports_in_force(options)?, chosen, workers);
+        let without_posix = UcxOptions {
+            transports: Some("^posix".to_owned()),
+            ..options.clone()
+        };
+        let options = if room.avoid { &without_posix } else { options };
         let mailbox = Rc::new(Mailbox::default());
-        let workers = Workers::new(options, plan, &mailbox)?;
+        let workers = Workers::new(options, plan, &mailbox).map_err(|error| room.explain(error))?;
         let version = features().version;
         let capabilities = Capabilities {
             name: "ucx",
@@ -120,6 +130,10 @@ impl UcxFabric {
             max_segment_bytes: TcpSegments::from_environment().payload(),
             native: workers.reads(),
             transports: native::summary(workers.message.context().found()),
+            // UCX has no way to ask its devices.
+            max_registration_bytes: None,
+            pins_memory: matches!(workers.plan, DataPlan::Real(_)),
+            warnings: room.warning.iter().cloned().collect(),
         };
         Ok(Self {
             capabilities,

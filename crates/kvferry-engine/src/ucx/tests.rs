@@ -196,7 +196,7 @@ fn scattered_reads_put_every_byte_where_it_belongs() {
 
 /// C73: a key belongs to one endpoint; on another, or after it, it is an error that says so.
 #[test]
-fn a_key_is_refused_on_another_endpoint() {
+fn c73_a_key_is_refused_on_another_endpoint() {
     let (mut a, mut b, source, to_b, key) = reader_and_source(4096);
     let again = a.connect(2, &b);
     let target = region(4096);

@@ -133,6 +133,13 @@ impl Drop for Configuration {
     }
 }
 
+/// The transports that contexts have in force before kvferry's own settings.
+pub(super) fn transports_in_force(options: &UcxOptions) -> Result<String, FabricError> {
+    let mut config = Configuration::read()?;
+    config.choose(Purpose::Messages, options)?;
+    Ok(config.in_force().tls)
+}
+
 /// Takes over a string that the shim made; empty if it had no memory.
 ///
 /// # Safety

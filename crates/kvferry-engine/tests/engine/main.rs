@@ -4,6 +4,7 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
+mod chunks;
 mod ends;
 mod faults;
 mod hostile;

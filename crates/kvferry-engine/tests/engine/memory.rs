@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use kvferry_engine::wire::MemoryKind;
 use kvferry_engine::{
-    BlockPair, DeregisterError, Engine, HostPool, Lane, LoopbackNetwork, MemoryRegion,
-    RegisterError, Replies, Sender, Service, TableSpec,
+    BlockPair, DeregisterError, Engine, FaultControl, FaultRates, HostPool, Lane, LoopbackNetwork,
+    MemoryRegion, RegisterError, Replies, Sender, Service, TableSpec, TransferError,
 };
 
 use crate::support::*;
@@ -160,6 +160,89 @@ fn a_region_in_use_is_busy_and_given_up_afterwards() {
     until("the region's end", || {
         engine.counters().quarantined_regions == 0
     });
+}
+
+/// C54: whatever its caller does to a transfer in flight, what it writes to stays registered until no
+/// operation of it is left, and giving the region up waits for that.
+#[test]
+fn c54_a_released_transfer_keeps_its_memory_registered_until_it_is_over() {
+    #[derive(Clone, Copy, Debug)]
+    enum Release {
+        Drop,
+        Cancel,
+        CancelAndDrop,
+    }
+    for kind in kinds() {
+        for release in [Release::Drop, Release::Cancel, Release::CancelAndDrop] {
+            let producer = side(engine(&kind, "producer"), 1, 8, 4096, 0);
+            producer.fill();
+            let control = FaultControl::new(1, FaultRates::none()).unwrap();
+            let mut patient = config("consumer");
+            // A fabric that stands still hears nothing.
+            (patient.suspect_after, patient.dead_after) = (PATIENCE, PATIENCE);
+            let consumer = side(faulty(&kind, patient, &control), 1, 8, 4096, 0);
+            let registered = |kind: &Kind| match kind {
+                Kind::Loopback(network) => network.registrations(),
+                // UCX does not say.
+                Kind::Ucx => 0,
+            };
+            let before = registered(&kind);
+            let peer = connect(&consumer.engine, &producer.engine, Lane::Native);
+            let tables = with_tables(&consumer, &peer);
+            control.stall();
+            let pairs: Vec<_> = (0..8).map(|n| BlockPair::new(n, 7 - n)).collect();
+            let transfer = peer.read(&tables, &pairs).unwrap();
+            until("the operations", || {
+                consumer.engine.counters().ucx_operations > 8
+            });
+            let mut kept = None;
+            match release {
+                Release::Drop => drop(transfer),
+                Release::Cancel | Release::CancelAndDrop => {
+                    transfer.cancel();
+                    until("an outcome", || transfer.poll_outcome().is_some());
+                    let error = transfer.poll_outcome().unwrap().unwrap_err();
+                    assert!(matches!(error, TransferError::Cancelled), "{error}");
+                    assert!(!transfer.is_quiesced());
+                    assert_eq!(consumer.engine.counters().quarantined_bytes, 8 * 4096);
+                    if matches!(release, Release::Cancel) {
+                        kept = Some(transfer);
+                    }
+                }
+            }
+            let Side {
+                engine,
+                memory,
+                _region: region,
+                ..
+            } = consumer;
+            let error = region.deregister(Duration::from_millis(10)).unwrap_err();
+            assert!(
+                matches!(error, DeregisterError::Busy { operations: 1, .. }),
+                "{release:?}: {error}"
+            );
+            assert_eq!(engine.counters().quarantined_regions, 1);
+            assert_eq!(registered(&kind), before, "{release:?}");
+            let mut bytes = vec![0; memory.bytes() as usize];
+            memory.read_at(0, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|&byte| byte == 0), "nothing was done yet");
+
+            control.release();
+            until("the region's end", || {
+                let counters = engine.counters();
+                counters.quarantined_regions == 0 && counters.quarantined_bytes == 0
+            });
+            assert_eq!(registered(&kind), before - before / 2, "{release:?}");
+            if let Some(transfer) = kept {
+                assert!(transfer.is_quiesced());
+            }
+            // Nothing is left to write: the memory is somebody else's.
+            memory.fill(0, memory.bytes(), 0xEE).unwrap();
+            engine.shutdown(PATIENCE).unwrap();
+            memory.read_at(0, &mut bytes).unwrap();
+            assert!(bytes.iter().all(|&byte| byte == 0xEE), "{release:?}");
+        }
+    }
 }
 
 /// A read that races with the end of its region either holds the region or does not start.

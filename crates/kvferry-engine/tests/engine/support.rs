@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use kvferry_engine::wire::EngineId;
 use kvferry_engine::{
-    Engine, EngineBuilder, EngineConfig, HostPool, Lane, LaneChoice, LoopbackFabric,
-    LoopbackNetwork, MemoryRegion, Peer, RemoteTable, Replies, Sender, Service, Table, TableSpec,
+    Engine, EngineBuilder, EngineConfig, FaultControl, FaultFabric, HostPool, Lane, LaneChoice,
+    LoopbackFabric, LoopbackNetwork, MemoryRegion, Peer, RemoteTable, Replies, Sender, Service,
+    Table, TableSpec, UcxFabric,
 };
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -48,6 +49,20 @@ pub(crate) fn start(kind: &Kind, builder: EngineBuilder) -> Engine {
 
 pub(crate) fn engine(kind: &Kind, name: &str) -> Engine {
     start(kind, Engine::builder(config(name)))
+}
+
+/// An engine over a fabric that `control` drives.
+pub(crate) fn faulty(kind: &Kind, config: EngineConfig, control: &FaultControl) -> Engine {
+    let (builder, control) = (Engine::builder(config), control.clone());
+    match kind {
+        Kind::Loopback(network) => {
+            let network = network.clone();
+            builder
+                .start_on(move || FaultFabric::new(LoopbackFabric::new(&network, 4096)?, &control))
+        }
+        Kind::Ucx => builder.start_on(move || FaultFabric::new(UcxFabric::new(true)?, &control)),
+    }
+    .unwrap()
 }
 
 /// A byte that names its place: table, block, position.

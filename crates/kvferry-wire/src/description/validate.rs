@@ -9,18 +9,20 @@ use std::{
 };
 
 use serde::{
-    Deserializer,
+    Deserializer, Serializer,
     de::{Error as _, MapAccess, Visitor},
 };
+use serde_bytes::{ByteBuf, Bytes};
 
 use super::{
     Addresses, Description, Interior, MAX_ADDRESS_BYTES, MAX_COMPATIBILITY_FIELDS,
-    MAX_FIELD_NAME_BYTES, MAX_FIELD_VALUE_BYTES, MAX_HOST_BYTES, MAX_KEY_BYTES, MAX_REGIONS,
-    MAX_TABLES, MAX_TAG_BYTES, MAX_UNIX_SOCKET_BYTES, RegionDescription, TableDescription,
+    MAX_FIELD_NAME_BYTES, MAX_FIELD_VALUE_BYTES, MAX_HOST_BYTES, MAX_KEY_BYTES, MAX_KEYS,
+    MAX_REGIONS, MAX_TABLES, MAX_TAG_BYTES, MAX_UNIX_SOCKET_BYTES, RegionDescription,
+    TableDescription,
 };
 use crate::{
     WireError,
-    packed::{capped, check_at_most, check_text, shown},
+    packed::{capped, capped_by, check_at_most, check_text, shown},
 };
 
 impl Description {
@@ -158,6 +160,8 @@ fn check_compatibility(fields: &BTreeMap<String, String>) -> Result<(), WireErro
 /// Checks the regions and returns their lengths by id.
 fn check_regions(regions: &[RegionDescription]) -> Result<HashMap<u32, u64>, WireError> {
     check_at_most("description.regions", regions.len(), MAX_REGIONS)?;
+    let keys = regions.iter().map(|region| region.keys.len()).sum();
+    check_at_most("region.keys", keys, MAX_KEYS)?;
     let mut lengths = HashMap::with_capacity(regions.len());
     let mut ranges = Vec::with_capacity(regions.len());
     for region in regions {
@@ -171,10 +175,7 @@ fn check_regions(regions: &[RegionDescription]) -> Result<HashMap<u32, u64>, Wir
                 "an end below 2^64",
             ));
         };
-        if let Some(key) = &region.key {
-            check_not_empty("region.key", key.len())?;
-            check_at_most("region.key", key.len(), MAX_KEY_BYTES)?;
-        }
+        check_chunks(region)?;
         if lengths.insert(region.id, region.bytes).is_some() {
             return Err(WireError::bad(
                 "region.id",
@@ -186,6 +187,33 @@ fn check_regions(regions: &[RegionDescription]) -> Result<HashMap<u32, u64>, Wir
     }
     check_overlaps(ranges)?;
     Ok(lengths)
+}
+
+/// Both sides compute where chunks begin, so what is said of them must fit the region's length.
+fn check_chunks(region: &RegionDescription) -> Result<(), WireError> {
+    if region.chunk_bytes == 0 || region.chunk_bytes > region.bytes {
+        return Err(WireError::bad(
+            "region.chunk_bytes",
+            format!("{} in a region of {}", region.chunk_bytes, region.bytes),
+            "1 to the region's length",
+        ));
+    }
+    let (keys, chunks) = (region.keys.len(), region.chunks());
+    if keys != 0 && keys as u64 != chunks {
+        return Err(WireError::bad(
+            "region.keys",
+            format!(
+                "{keys} for {chunks} chunks of {} bytes in a region of {}",
+                region.chunk_bytes, region.bytes
+            ),
+            "a key for every chunk, or none",
+        ));
+    }
+    for key in &region.keys {
+        check_not_empty("region.keys", key.len())?;
+        check_at_most("region.keys", key.len(), MAX_KEY_BYTES)?;
+    }
+    Ok(())
 }
 
 fn check_overlaps<K: Ord + fmt::Display>(
@@ -238,11 +266,34 @@ fn check_not_empty(field: &'static str, length: usize) -> Result<(), WireError> 
     }
 }
 
-/// Deserializes the regions, no more than the cap.
+/// Deserializes the regions, no more than the cap, and their keys, no more than theirs.
 pub(super) fn regions<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<Vec<RegionDescription>, D::Error> {
-    capped(deserializer, "regions", MAX_REGIONS)
+    let mut keys = 0;
+    capped_by(
+        deserializer,
+        "regions",
+        MAX_REGIONS,
+        |region: &RegionDescription| {
+            keys += region.keys.len();
+            if keys > MAX_KEYS {
+                return Err(format!("more than {MAX_KEYS} keys in regions"));
+            }
+            Ok(())
+        },
+    )
+}
+
+/// Deserializes the keys of a region, no more than a description may hold.
+pub(super) fn keys<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Vec<u8>>, D::Error> {
+    let keys: Vec<ByteBuf> = capped(deserializer, "keys", MAX_KEYS)?;
+    Ok(keys.into_iter().map(ByteBuf::into_vec).collect())
+}
+
+/// Serializes the keys of a region, each as bytes.
+pub(super) fn write_keys<S: Serializer>(keys: &[Vec<u8>], to: S) -> Result<S::Ok, S::Error> {
+    to.collect_seq(keys.iter().map(|key| Bytes::new(key)))
 }
 
 /// Deserializes the tables, no more than the cap.

@@ -6,7 +6,7 @@ use kvferry_wire::{
     demo::MAX_DEMO_BLOCKS,
     description::{
         MAX_ADDRESS_BYTES, MAX_COMPATIBILITY_FIELDS, MAX_DESCRIPTION_BYTES, MAX_FIELD_NAME_BYTES,
-        MAX_FIELD_VALUE_BYTES, MAX_HOST_BYTES, MAX_KEY_BYTES, MAX_REGIONS, MAX_TABLES,
+        MAX_FIELD_VALUE_BYTES, MAX_HOST_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_REGIONS, MAX_TABLES,
         MAX_TAG_BYTES, MAX_UNIX_SOCKET_BYTES,
     },
     directory::{FRAME_HEADER_BYTES, MAX_DIRECTORY_RANKS},
@@ -117,14 +117,6 @@ fn every_rule_on_regions_is_kept() {
     );
     assert_eq!(refused(|d| d.regions[0].bytes = u64::MAX), "region.base");
     assert_eq!(refused(|d| d.regions[1].id = 1), "region.id");
-    assert_eq!(
-        refused(|d| d.regions[0].key = Some(Vec::new())),
-        "region.key"
-    );
-    assert_eq!(
-        refused(|d| d.regions[0].key = Some(vec![1; MAX_KEY_BYTES + 1])),
-        "region.key"
-    );
     let many = refused(|d| {
         d.tables.clear();
         d.regions = regions(MAX_REGIONS + 1);
@@ -132,37 +124,72 @@ fn every_rule_on_regions_is_kept() {
     assert_eq!(many, "description.regions");
 }
 
+/// C79: a region is whole chunks and one that may be shorter, and has a key for each or none.
+#[test]
+fn c79_every_rule_on_chunks_and_keys_is_kept() {
+    let change = |change: fn(&mut RegionDescription)| refused(|d| change(&mut d.regions[1]));
+    assert_eq!(change(|r| r.chunk_bytes = 0), "region.chunk_bytes");
+    assert_eq!(change(|r| r.chunk_bytes = 0x1_0001), "region.chunk_bytes");
+    assert_eq!(change(|r| r.chunk_bytes = 0x8000), "region.keys");
+    assert_eq!(change(|r| r.chunk_bytes = 1), "region.keys");
+    assert_eq!(change(|r| drop(r.keys.pop())), "region.keys");
+    assert_eq!(change(|r| r.keys.push(vec![1])), "region.keys");
+    assert_eq!(change(|r| r.keys[1].clear()), "region.keys");
+    let long = change(|r| r.keys[2] = vec![1; MAX_KEY_BYTES + 1]);
+    assert_eq!(long, "region.keys");
+    // The others' keys count, too.
+    let many = refused(|d| {
+        let region = &mut d.regions[1];
+        (region.bytes, region.chunk_bytes) = (MAX_KEYS as u64 - 2, 1);
+        region.keys = vec![vec![1]; MAX_KEYS - 2];
+        let mut other = samples::region(3, 0, MemoryKind::Host);
+        (other.bytes, other.chunk_bytes) = (3, 1);
+        other.keys = vec![vec![1]; 3];
+        d.regions.push(other);
+        d.tables.clear();
+    });
+    assert_eq!(many, "region.keys");
+
+    let accepted = |change: fn(&mut RegionDescription)| {
+        let mut description = samples::description();
+        change(&mut description.regions[1]);
+        let bytes = description.encode().unwrap();
+        assert_eq!(Description::decode(&bytes), Ok(description));
+    };
+    accepted(|r| (r.chunk_bytes, r.keys) = (0x1_0000, vec![vec![1; MAX_KEY_BYTES]]));
+    accepted(|r| (r.chunk_bytes, r.keys) = (0xffff, vec![vec![1], vec![2, 3]]));
+    accepted(|r| (r.chunk_bytes, r.keys) = (1, Vec::new()));
+    accepted(|r| (r.chunk_bytes, r.keys) = (1, vec![vec![1]; 0x1_0000]));
+}
+
 fn regions(count: usize) -> Vec<RegionDescription> {
-    let host = |n: u32| samples::region(n, u64::from(n) << 16, MemoryKind::Host, None);
+    let host = |n: u32| samples::region(n, u64::from(n) << 16, MemoryKind::Host);
     (0..u32::try_from(count).unwrap()).map(host).collect()
 }
 
 #[test]
 fn regions_of_one_kind_do_not_overlap() {
     for base in [0x7f00_0000_0000, 0x7f00_0000_ffff, 0x7eff_ffff_0001] {
-        let name = refused(|d| {
-            d.regions
-                .push(samples::region(3, base, MemoryKind::Host, None))
-        });
+        let name = refused(|d| d.regions.push(samples::region(3, base, MemoryKind::Host)));
         assert_eq!(name, "region.base");
     }
     for base in [0x7f00_0001_0000, 0x7eff_ffff_0000] {
         let mut description = samples::description();
         description
             .regions
-            .push(samples::region(3, base, MemoryKind::Host, None));
+            .push(samples::region(3, base, MemoryKind::Host));
         description.encode().unwrap();
     }
     // A region inside a larger one, with another in between in the order of addresses.
     let name = refused(|d| {
         let large = RegionDescription {
             bytes: 1 << 20,
-            ..samples::region(3, 0, MemoryKind::Host, None)
+            ..samples::region(3, 0, MemoryKind::Host)
         };
-        let far = samples::region(5, 0x8_0000, MemoryKind::Host, None);
+        let far = samples::region(5, 0x8_0000, MemoryKind::Host);
         d.regions.extend([
             large,
-            samples::region(4, 0, MemoryKind::Cuda { device: 0 }, None),
+            samples::region(4, 0, MemoryKind::Cuda { device: 0 }),
             far,
         ]);
     });
@@ -250,7 +277,7 @@ fn a_description_that_is_too_large_is_refused() {
     let mut description = samples::bare_description();
     description.regions = regions(MAX_REGIONS);
     for region in &mut description.regions {
-        region.key = Some(vec![7; MAX_KEY_BYTES]);
+        region.keys = vec![vec![7; MAX_KEY_BYTES]];
     }
     let bytes = unchecked(&description);
     let (max, got) = (MAX_DESCRIPTION_BYTES, bytes.len());
@@ -271,6 +298,8 @@ fn c125_description_bytes_do_not_depend_on_the_number_of_blocks() {
         for region in &mut description.regions {
             region.base = u64::from(region.id) << 40;
             region.bytes = 1 << 39;
+            region.chunk_bytes = 1 << 39;
+            region.keys.truncate(1);
         }
         for table in &mut description.tables {
             table.block_count = blocks;

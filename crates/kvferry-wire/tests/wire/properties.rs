@@ -119,13 +119,14 @@ fn memory() -> impl Strategy<Value = Memory> {
     let region = (
         kind(),
         0..9_u64,
-        option::of(vec(any::<u8>(), 1..40)),
+        // Chunks, and the bytes of their keys if they have any.
+        (1..5_u64, option::of(vec(any::<u8>(), 1..40))),
         vec(table(), 0..4),
     );
     vec(region, 0..5).prop_map(|regions| {
         let mut memory = Memory::default();
         let mut base = 4_096;
-        for (number, (kind, gap, key, mut tables)) in (1_000_u32..).zip(regions) {
+        for (number, (kind, gap, (chunks, key), mut tables)) in (1_000_u32..).zip(regions) {
             base += gap;
             let end = |t: &TableDescription| {
                 t.offset + u64::from(t.block_count - 1) * t.block_stride + t.block_bytes
@@ -136,12 +137,15 @@ fn memory() -> impl Strategy<Value = Memory> {
                 table.id = memory.1.len() as u32;
                 memory.1.push(table.clone());
             }
+            let chunk_bytes = bytes.div_ceil(chunks);
+            let chunks = bytes.div_ceil(chunk_bytes) as usize;
             memory.0.push(RegionDescription {
                 id: number,
                 base,
                 bytes,
                 kind,
-                key,
+                chunk_bytes,
+                keys: key.map_or_else(Vec::new, |key| vec![key; chunks]),
             });
             base += bytes;
         }

@@ -324,31 +324,27 @@ pub(crate) fn description() -> Description {
             .map(|(name, value)| (name.to_owned(), value.to_owned()))
             .into(),
         regions: vec![
-            region(1, 0x7f00_0000_0000, MemoryKind::Host, None),
-            region(
-                2,
-                0x7f00_0000_1000,
-                MemoryKind::Cuda { device: 1 },
-                Some(vec![5; 12]),
-            ),
+            region(1, 0x7f00_0000_0000, MemoryKind::Host),
+            RegionDescription {
+                // The last chunk is shorter.
+                chunk_bytes: 0x6000,
+                keys: vec![vec![5; 12], vec![6; 12], vec![7; 13]],
+                ..region(2, 0x7f00_0000_1000, MemoryKind::Cuda { device: 1 })
+            },
         ],
         tables: vec![table(10, 1, 0), table(11, 2, 1)],
         unix_socket: Some("@kvferry-prefill-0".to_owned()),
     }
 }
 
-pub(crate) fn region(
-    id: u32,
-    base: u64,
-    kind: MemoryKind,
-    key: Option<Vec<u8>>,
-) -> RegionDescription {
+pub(crate) fn region(id: u32, base: u64, kind: MemoryKind) -> RegionDescription {
     RegionDescription {
         id,
         base,
         bytes: 0x1_0000,
         kind,
-        key,
+        chunk_bytes: 0x1_0000,
+        keys: Vec::new(),
     }
 }
 
