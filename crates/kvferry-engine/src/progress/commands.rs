@@ -1,13 +1,12 @@
 //! What handles ask for.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::core::{Core, ShutdownState};
 use super::greeting::LINGER;
 use super::peers::Phase;
-use crate::command::{Command, ReleaseRegion};
-use crate::counters::add;
+use crate::command::{Command, Holders};
+use crate::counters::subtract;
 use crate::error::TransferError;
 use crate::fabric::Fabric;
 
@@ -21,7 +20,7 @@ impl Core {
                     fabric.deregister(registered.handle);
                 }
             }
-            Command::Release(release) => self.release(release, fabric),
+            Command::Release(release) => self.release(release),
             Command::Connect(command) => self.connect(*command, fabric),
             Command::Disconnect { peer } => {
                 self.leave(peer.0, "we disconnected", || TransferError::Cancelled)
@@ -36,14 +35,6 @@ impl Core {
             Command::WakeServices => self.tick_services = true,
             Command::Shutdown { deadline, reply } => self.begin_shutdown(deadline, reply),
         }
-    }
-
-    fn release(&mut self, release: ReleaseRegion, fabric: &mut dyn Fabric) {
-        if release.waiter.is_none() {
-            add(&self.counters().quarantined_regions, 1);
-        }
-        self.releases.push(release);
-        self.release_regions(fabric);
     }
 
     /// Says goodbye to a peer and ends it when that has left.
@@ -92,14 +83,11 @@ impl Core {
         }
         self.abandon_transfers();
         for release in self.releases.drain(..) {
-            if let Some((_, reply)) = release.waiter {
-                let _ = reply.send(0);
+            match release.waiter {
+                Some((_, reply)) => drop(reply.send(Holders::default())),
+                None => subtract(&self.shared.counters.quarantined_regions, 1),
             }
         }
-        self.shared
-            .counters
-            .quarantined_regions
-            .store(0, Ordering::Relaxed);
         debug_assert!(self.transfers.is_empty());
     }
 

@@ -7,6 +7,8 @@
 //! [`Core`] holds the state and is the fabric's [`Sink`](crate::fabric::Sink): a report changes
 //! state and queues work, and never calls the fabric.
 
+mod asked;
+mod backoff;
 mod commands;
 mod core;
 mod greeting;
@@ -15,6 +17,7 @@ mod peers;
 mod pump;
 mod timers;
 mod transfers;
+mod withdraw;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

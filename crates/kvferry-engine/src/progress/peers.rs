@@ -5,16 +5,16 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Sender;
-use kvferry_wire::{Description, Incarnation, TransferId};
+use kvferry_wire::{Description, Incarnation, RegionSet, TransferId};
 
 use super::core::{Action, Core};
-use crate::counters::add;
+use crate::counters::{add, subtract};
 use crate::error::{ConnectError, TransferError};
 use crate::fabric::{EndpointId, Fabric, KeyId};
 use crate::lane::served::ServeJob;
 use crate::lane::{LaneChoice, Situation};
 use crate::message::{Inbox, Outbox};
-use crate::peer::PeerShared;
+use crate::peer::{Life, PeerShared};
 use crate::service::PeerId;
 
 pub(super) type ConnectReply = Sender<Result<Arc<PeerShared>, ConnectError>>;
@@ -59,6 +59,7 @@ pub(super) struct PeerState {
     pub(super) endpoint: Endpoint,
     pub(super) transports: String,
     pub(super) gone: Arc<OnceLock<String>>,
+    pub(super) life: Arc<Life>,
     pub(super) outbox: Outbox,
     /// The next sequence number to send.
     pub(super) sequence: u64,
@@ -75,8 +76,9 @@ pub(super) struct PeerState {
     pub(super) reads_in_flight: usize,
     /// The peer's regions whose keys were imported.
     pub(super) keys: HashMap<u32, KeyId>,
+    /// Withdrawals of the peer that we have not answered.
+    pub(super) owed: Vec<RegionSet>,
     pub(super) last_heard: Instant,
-    pub(super) suspect: bool,
     pub(super) last_ping: Instant,
     /// The segment that is missing while later ones are there, and since when.
     pub(super) gap: Option<(u64, Instant)>,
@@ -99,6 +101,11 @@ impl PeerState {
 
     pub(super) fn is_ready(&self) -> bool {
         matches!(self.phase, Phase::Ready)
+    }
+
+    /// Says whether it has been silent for too long; true if that is news.
+    pub(super) fn set_suspect(&self, suspect: bool) -> bool {
+        self.life.set_suspect(suspect) != suspect
     }
 
     /// Time that our own thread was away is not held against the peer.
@@ -157,6 +164,7 @@ impl Core {
             endpoint: Endpoint::None,
             transports: String::new(),
             gone: Arc::default(),
+            life: Arc::default(),
             outbox: Outbox::default(),
             sequence: 0,
             inbound,
@@ -166,8 +174,8 @@ impl Core {
             reads: VecDeque::new(),
             reads_in_flight: 0,
             keys: HashMap::new(),
+            owed: Vec::new(),
             last_heard: self.now,
-            suspect: false,
             last_ping: self.now,
             gap: None,
             queued: false,
@@ -232,6 +240,7 @@ impl Core {
             lane,
             transports: peer.transports.clone(),
             gone: Arc::clone(&peer.gone),
+            life: Arc::clone(&peer.life),
         }))
     }
 
@@ -254,6 +263,11 @@ impl Core {
         peer.jobs.clear();
         peer.reads.clear();
         peer.outbox = Outbox::default();
+        peer.owed.clear();
+        if peer.set_suspect(false) {
+            subtract(&self.shared.counters.peers_suspect, 1);
+        }
+        self.asked.ending(id);
         let incarnation = peer.incarnation();
         let endpoint = peer.endpoint;
         if self.by_incarnation.get(&incarnation) == Some(&id) {
@@ -261,12 +275,17 @@ impl Core {
         }
         match phase {
             Phase::Greeting { waiters, .. } => {
+                let lost = ConnectError::Lost {
+                    peer: name,
+                    reason: reason.into(),
+                };
+                // Nobody waits any more if it was refused or not answered.
+                if !waiters.is_empty() {
+                    self.backoff
+                        .failed(&peer.description, self.now, lost.clone());
+                }
                 for waiter in waiters {
-                    let lost = ConnectError::Lost {
-                        peer: name.clone(),
-                        reason: reason.into(),
-                    };
-                    let _ = waiter.reply.send(Err(lost));
+                    let _ = waiter.reply.send(Err(lost.clone()));
                 }
             }
             Phase::Leaving {
@@ -303,5 +322,6 @@ impl Core {
     /// The endpoint is closed and everything on it was reported: nothing is left of the peer.
     pub(super) fn forget_peer(&mut self, id: u64) {
         self.peers.remove(&id);
+        self.asked.gone(id);
     }
 }

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::core::Core;
 use super::peers::Phase;
-use crate::counters::{add, subtract};
+use crate::counters::add;
 use crate::error::TransferError;
-use crate::fabric::{Fabric, RegionHandle};
+use crate::fabric::Fabric;
 
 impl Core {
     /// Judges what is due. True if anything was.
@@ -20,6 +20,7 @@ impl Core {
             self.peer_timers();
             self.schedule_peer_tick();
         }
+        any |= self.withdrawal_timers();
         any | self.release_regions(fabric)
     }
 
@@ -36,6 +37,7 @@ impl Core {
             self.transfers.next_deadline(),
             services,
             self.next_peer_tick,
+            self.next_withdrawal_deadline(),
             releases,
             shutdown,
         ]
@@ -76,10 +78,10 @@ impl Core {
                     {
                         dead.push((peer.id, "a segment of it is missing".into()));
                     } else if silence >= suspect_after {
-                        if !peer.suspect {
+                        if peer.set_suspect(true) {
+                            add(&self.shared.counters.peers_suspect, 1);
                             tracing::warn!(peer = %peer.name(), ?silence, "peer is suspect");
                         }
-                        peer.suspect = true;
                         suspects.push((peer.id, silence));
                     }
                     // On silence alone: a peer that only receives says nothing by itself.
@@ -112,44 +114,6 @@ impl Core {
         for (id, reason) in dead.into_iter().chain(leaving) {
             self.lose(id, &reason);
         }
-    }
-
-    /// Gives up regions that nothing uses any more, and answers those who waited long enough.
-    pub(super) fn release_regions(&mut self, fabric: &mut dyn Fabric) -> bool {
-        if self.releases.is_empty() {
-            return false;
-        }
-        let (now, before) = (self.now, self.releases.len());
-        let mut given_up: Vec<RegionHandle> = Vec::new();
-        let counters = &self.shared.counters;
-        self.releases.retain_mut(|release| {
-            let operations = release.region.operations();
-            if operations == 0 {
-                given_up.push(release.region.handle);
-                // Whoever waits may unmap as soon as he is told: tell him below, after the fabric.
-                return true;
-            }
-            if let Some((_, reply)) = release.waiter.take_if(|(until, _)| *until <= now) {
-                // Counted first, so that whoever is told finds it counted.
-                add(&counters.quarantined_regions, 1);
-                let _ = reply.send(operations);
-            }
-            true
-        });
-        for handle in &given_up {
-            fabric.deregister(*handle);
-        }
-        self.releases.retain_mut(|release| {
-            if !given_up.contains(&release.region.handle) {
-                return true;
-            }
-            match release.waiter.take() {
-                Some((_, reply)) => drop(reply.send(0)),
-                None => subtract(&counters.quarantined_regions, 1),
-            }
-            false
-        });
-        self.releases.len() != before
     }
 
     /// True when the engine has been shut down and nothing more needs to leave.

@@ -11,4 +11,6 @@ mod memory;
 mod messages;
 mod peers;
 mod reads;
+mod reconnect;
 mod support;
+mod withdraw;
