@@ -3,6 +3,8 @@
 mod consumer;
 mod messenger;
 mod producer;
+mod publisher;
+mod reader;
 
 use std::time::Duration;
 
@@ -16,6 +18,10 @@ use crate::harness::{requests, say};
 pub use consumer::{Read, ReadResult};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use producer::{Counted, Layout, Started};
+pub use publisher::{
+    GivenUp, OVERWRITE_CHANNEL, Published, Publisher, PublisherCounters, descriptors,
+};
+pub use reader::{Done, Order, Reader};
 
 /// Time for the end of an engine in a child.
 const SHUTDOWN: Duration = Duration::from_secs(10);
@@ -29,7 +35,9 @@ impl Packed {
         Self(engine.describe().unwrap().encode().unwrap())
     }
 
-    fn unpack(&self) -> Description {
+    /// The description.
+    #[must_use]
+    pub fn unpack(&self) -> Description {
         Description::decode(&self.0).unwrap()
     }
 }
@@ -45,6 +53,8 @@ pub fn run(role: &str, arguments: &str) {
         .try_init();
     match role {
         "producer" => producer::run(&serde_json::from_str(arguments).unwrap()),
+        "publisher" => publisher::run(&serde_json::from_str(arguments).unwrap()),
+        "reader" => reader::run(&serde_json::from_str(arguments).unwrap()),
         "read" => consumer::run(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
@@ -54,14 +64,61 @@ pub fn run(role: &str, arguments: &str) {
     }
 }
 
-fn config(name: &str) -> EngineConfig {
+/// What of a configuration is not as [`config`] makes it. Times in milliseconds.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Settings {
+    /// `ping_interval`.
+    pub ping: Option<u64>,
+    /// `suspect_after`.
+    pub suspect: Option<u64>,
+    /// `dead_after`.
+    pub dead: Option<u64>,
+    /// `connect_timeout`.
+    pub connect: Option<u64>,
+    /// `withdraw_timeout`.
+    pub withdraw: Option<u64>,
+    /// The longest `reconnect_backoff`; also the shortest, if it is shorter than that.
+    pub backoff: Option<u64>,
+    /// `read_window`.
+    pub read_window: Option<usize>,
+    /// Whether to do without emulated reads.
+    pub no_emulation: bool,
+}
+
+impl Settings {
+    /// Changes a configuration.
+    pub fn apply(&self, config: &mut EngineConfig) {
+        let set = |place: &mut Duration, value: Option<u64>| {
+            if let Some(ms) = value {
+                *place = Duration::from_millis(ms);
+            }
+        };
+        set(&mut config.ping_interval, self.ping);
+        set(&mut config.suspect_after, self.suspect);
+        set(&mut config.dead_after, self.dead);
+        set(&mut config.connect_timeout, self.connect);
+        set(&mut config.withdraw_timeout, self.withdraw);
+        set(&mut config.reconnect_backoff_max, self.backoff);
+        config.reconnect_backoff_min = config
+            .reconnect_backoff_min
+            .min(config.reconnect_backoff_max);
+        if let Some(window) = self.read_window {
+            config.read_window = window;
+        }
+        config.allow_emulation &= !self.no_emulation;
+    }
+}
+
+/// A configuration for tests.
+#[must_use]
+pub fn config(name: &str) -> EngineConfig {
     let mut config = EngineConfig::new(EngineId::new(name).unwrap());
     config.allow_emulation = true;
     config
 }
 
 /// Checks that the UCX that was loaded is of the generation that the run is for.
-fn assert_generation(engine: &Engine) {
+pub fn assert_generation(engine: &Engine) {
     let version = engine.ucx_version().unwrap();
     if let Ok(expected) = std::env::var("KVFERRY_EXPECT_UCX") {
         let loaded = format!("{}.{}", version.major, version.minor);

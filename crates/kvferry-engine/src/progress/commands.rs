@@ -37,6 +37,20 @@ impl Core {
         }
     }
 
+    /// Gives a peer up that does not answer. Should it come back, it finds the goodbye and greets
+    /// again, instead of waiting for us in its turn.
+    pub(super) fn give_up(&mut self, id: u64, reason: &str) {
+        if self
+            .peers
+            .get(&id)
+            .is_some_and(super::peers::PeerState::is_ready)
+        {
+            self.leave(id, reason, || TransferError::PeerLost(reason.into()));
+        } else {
+            self.lose(id, reason);
+        }
+    }
+
     /// Says goodbye to a peer and ends it when that has left.
     fn leave(&mut self, id: u64, reason: &str, error: impl Fn() -> TransferError) {
         let deadline = self.now + LINGER;
@@ -50,12 +64,14 @@ impl Core {
         self.push_message(id, kvferry_wire::encode_goodbye());
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.jobs.clear();
+            peer.owed.clear();
             peer.phase = Phase::Leaving {
                 deadline,
                 reason: reason.into(),
                 was_ready: true,
             };
         }
+        self.asked.ending(id);
     }
 
     fn begin_shutdown(&mut self, deadline: Instant, reply: crossbeam::channel::Sender<()>) {

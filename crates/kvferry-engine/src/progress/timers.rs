@@ -61,6 +61,7 @@ impl Core {
         let now = self.now;
         let silent = |since: Instant| now.saturating_duration_since(since);
         let (mut quiet, mut suspects, mut dead, mut leaving) = (vec![], vec![], vec![], vec![]);
+        let mut silent_ones = vec![];
         for peer in self.peers.values_mut() {
             let missing = peer.inbox.as_ref().and_then(|inbox| inbox.missing());
             peer.gap = missing.map(|next| match peer.gap {
@@ -71,7 +72,8 @@ impl Core {
                 Phase::Ready => {
                     let silence = silent(peer.last_heard);
                     if silence >= dead_after {
-                        dead.push((peer.id, format!("silent for {} ms", silence.as_millis())));
+                        silent_ones
+                            .push((peer.id, format!("silent for {} ms", silence.as_millis())));
                     } else if peer
                         .gap
                         .is_some_and(|(_, since)| silent(since) >= suspect_after)
@@ -110,6 +112,9 @@ impl Core {
                 total,
                 waited,
             });
+        }
+        for (id, reason) in silent_ones {
+            self.give_up(id, &reason);
         }
         for (id, reason) in dead.into_iter().chain(leaving) {
             self.lose(id, &reason);

@@ -93,7 +93,7 @@ impl Core {
         let any = !late.is_empty();
         for (peer, region) in late {
             let reason = format!("it did not let go of region {region} within {limit:?}");
-            self.lose(peer, &reason);
+            self.give_up(peer, &reason);
         }
         any
     }
