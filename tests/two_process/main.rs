@@ -4,6 +4,9 @@
 
 mod ends;
 mod messages;
+mod mixed;
+mod order;
+mod peers;
 mod reads;
 mod start;
 mod support;
@@ -14,6 +17,9 @@ fn main() -> std::process::ExitCode {
     cases.extend(messages::cases());
     cases.extend(start::cases());
     cases.extend(ends::cases());
+    cases.extend(mixed::cases());
+    cases.extend(order::cases());
+    cases.extend(peers::cases());
     cases.extend(withdraw::cases());
     kvferry_tests::harness::main(cases)
 }
