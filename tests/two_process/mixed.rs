@@ -51,18 +51,23 @@ fn skip() -> Option<String> {
     if name.starts_with(&ours) {
         return Some(format!("this run is with {name} itself"));
     }
-    let interfaces = std::fs::read_dir("/sys/class/net").into_iter().flatten();
-    let is_up = |path: PathBuf| {
-        let state = std::fs::read_to_string(path.join("operstate"));
-        state.is_ok_and(|state| state.trim() == "up")
-    };
-    if !interfaces
-        .flatten()
-        .any(|interface| is_up(interface.path()))
-    {
+    if device().is_none() {
         return Some("there is no network device but loopback".to_owned());
     }
     None
+}
+
+/// A network device that is not loopback. With loopback among its devices 1.13 takes an address of
+/// 1.22 for another host's, and may abort over the answer ("invalid wireup message").
+fn device() -> Option<String> {
+    let devices = std::fs::read_dir("/sys/class/net").ok()?;
+    let up = devices.filter_map(|device| {
+        let path = device.ok()?.path();
+        let state = std::fs::read_to_string(path.join("operstate")).ok()?;
+        let name = path.file_name()?.to_str()?.to_owned();
+        (state.trim() == "up").then_some(name)
+    });
+    up.min()
 }
 
 fn features_version() -> (u32, u32) {
@@ -78,16 +83,16 @@ fn start<T: serde::de::DeserializeOwned>(
 ) -> (Child, T, (u32, u32)) {
     let library = newest().unwrap().join("lib");
     let library = library.to_str().unwrap();
-    // Not over loopback alone: UCX 1.13 takes a loopback address of 1.22 for another host's.
-    let any_device = ("UCX_NET_DEVICES", Some("all"));
+    let device = device().unwrap();
+    let device = ("UCX_NET_DEVICES", Some(device.as_str()));
     let environment: Environment<'_> = if new {
         &[
-            any_device,
+            device,
             ("LD_LIBRARY_PATH", Some(library)),
             ("KVFERRY_EXPECT_UCX", None),
         ]
     } else {
-        &[any_device]
+        &[device]
     };
     let child = Child::start(role, arguments, environment);
     let said: serde_json::Value = child.hear();
