@@ -51,6 +51,7 @@ pub fn is_child() -> bool {
 /// The `main` of a test binary: a child's role, or the cases.
 #[must_use]
 pub fn main(cases: Vec<Case>) -> ExitCode {
+    only_loopback();
     if let Some(role) = std::env::var_os(ROLE) {
         let arguments = requests().next().unwrap();
         crate::roles::run(&role.to_string_lossy(), &arguments);
@@ -73,6 +74,27 @@ pub fn main(cases: Vec<Case>) -> ExitCode {
         })
         .collect();
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}
+
+/// Engines of this process itself use loopback too, unless the environment says otherwise.
+#[allow(unsafe_code)]
+fn only_loopback() {
+    if std::env::var_os("UCX_NET_DEVICES").is_none() {
+        // SAFETY: called at the start of `main`, while there is no other thread.
+        unsafe { std::env::set_var("UCX_NET_DEVICES", "lo") };
+    }
+}
+
+/// Waits, by turns of the scheduler, until something is so.
+///
+/// # Panics
+/// If it is not within [`PATIENCE`].
+pub fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !happened() {
+        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
 }
 
 /// The environment of a child, on top of ours: name, and value or removal.
@@ -188,19 +210,31 @@ impl Child {
         self.lines.recv_timeout(time).is_err()
     }
 
-    /// Stops the child, as `SIGSTOP` does.
+    /// Sends a signal.
+    pub fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.process);
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Stops the child where it is, until it is told to go on.
     pub fn stop(&self) {
         self.signal(rustix::process::Signal::STOP);
+        // Stopped for good before this returns: the kernel says so in its state.
+        let stat = format!("/proc/{}/stat", self.pid());
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let stat = std::fs::read_to_string(&stat).unwrap();
+            if stat.rsplit_once(") ").unwrap().1.starts_with('T') {
+                return;
+            }
+            assert!(Instant::now() < deadline, "the {} runs on", self.role);
+            std::thread::yield_now();
+        }
     }
 
     /// Lets a stopped child go on.
     pub fn go_on(&self) {
         self.signal(rustix::process::Signal::CONT);
-    }
-
-    fn signal(&self, signal: rustix::process::Signal) {
-        let pid = rustix::process::Pid::from_raw(self.pid() as i32).unwrap();
-        rustix::process::kill_process(pid, signal).unwrap();
     }
 
     /// Kills the child at once, as a crash would.

@@ -4,7 +4,8 @@
 use std::time::{Duration, Instant};
 
 use kvferry_tests::harness::{Case, PATIENCE};
-use kvferry_tests::roles::{Ended, Layout, Settings};
+use kvferry_tests::roles::native::Ended;
+use kvferry_tests::roles::{EngineSettings, Layout};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -95,7 +96,7 @@ fn a_new_owners_bytes_stay(devices: &Devices, end: End, producer: Producer) {
 
 /// Lost and late packets cost time, and no bytes.
 fn a_lossy_network_costs_time_only(devices: &Devices) {
-    let patient = Settings {
+    let patient = EngineSettings {
         suspect_ms: 60_000,
         ..settings()
     };

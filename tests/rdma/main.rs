@@ -10,7 +10,8 @@ mod endings;
 mod reads;
 
 use kvferry_tests::harness::{Case, Child};
-use kvferry_tests::roles::{Connected, Layout, Packed, Reader, Settings, Started};
+use kvferry_tests::roles::native::{Connected, Reader};
+use kvferry_tests::roles::{EngineSettings, Layout, Packed, Started};
 
 use self::devices::Devices;
 
@@ -32,11 +33,11 @@ fn main() -> std::process::ExitCode {
 }
 
 /// Like a production engine: nothing emulated. Patient, since a virtual machine may be slow.
-fn settings() -> Settings {
-    Settings {
+fn settings() -> EngineSettings {
+    EngineSettings {
         allow_emulation: false,
         connect_ms: 40_000,
-        ..Settings::default()
+        ..EngineSettings::default()
     }
 }
 
@@ -50,7 +51,12 @@ struct Pair {
 
 impl Pair {
     /// Starts both. The lane is picked by the engine.
-    fn start(devices: &Devices, transports: Option<&str>, layout: Layout, ours: &Settings) -> Self {
+    fn start(
+        devices: &Devices,
+        transports: Option<&str>,
+        layout: Layout,
+        ours: &EngineSettings,
+    ) -> Self {
         let producer_settings = settings().to_json();
         let producer = Child::start(
             "producer",
@@ -58,7 +64,7 @@ impl Pair {
             &[
                 ("UCX_TLS", transports),
                 ("UCX_NET_DEVICES", Some(&devices.first)),
-                (Settings::VARIABLE, Some(&producer_settings)),
+                (EngineSettings::VARIABLE, Some(&producer_settings)),
             ],
         );
         let started: Started = producer.hear();
@@ -69,12 +75,12 @@ impl Pair {
         };
         let consumer_settings = ours.to_json();
         let consumer = Child::start(
-            "reader",
+            "native-reader",
             &reader,
             &[
                 ("UCX_TLS", transports),
                 ("UCX_NET_DEVICES", Some(&devices.second)),
-                (Settings::VARIABLE, Some(&consumer_settings)),
+                (EngineSettings::VARIABLE, Some(&consumer_settings)),
             ],
         );
         let connected = consumer.hear();

@@ -1,7 +1,8 @@
 //! Reads over rc: bytes, counts, and that the producer has no part in them.
 
 use kvferry_tests::harness::{Case, Child};
-use kvferry_tests::roles::{Connected, Counted, Ended, Layout, Limited, Reader, Settings};
+use kvferry_tests::roles::native::{Connected, Ended, Limited, Reader};
+use kvferry_tests::roles::{Counted, EngineSettings, Layout};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -73,7 +74,7 @@ fn without_rc_there_is_no_native_lane(devices: &Devices) {
     assert_eq!((ended.native_bytes, ended.served_bytes), (0, BYTES));
     pair.consumer.finish_well();
     // C48: the strict option fails instead.
-    let strict = Settings {
+    let strict = EngineSettings {
         require_rdma: true,
         ..settings()
     };
@@ -86,9 +87,9 @@ fn without_rc_there_is_no_native_lane(devices: &Devices) {
     let environment = [
         ("UCX_TLS", Some("ud")),
         ("UCX_NET_DEVICES", Some(devices.second.as_str())),
-        (Settings::VARIABLE, Some(strict.as_str())),
+        (EngineSettings::VARIABLE, Some(strict.as_str())),
     ];
-    let mut consumer = Child::start("reader", &reader, &environment);
+    let mut consumer = Child::start("native-reader", &reader, &environment);
     let connected: Connected = consumer.hear();
     for part in ["require_rdma", "no transport with a real GET", "ud_verbs/"] {
         assert!(connected.error.contains(part), "{}", connected.error);
@@ -99,7 +100,7 @@ fn without_rc_there_is_no_native_lane(devices: &Devices) {
 
 /// C48: with RDMA on both sides the strict option is no obstacle.
 fn c48_require_rdma_takes_the_native_lane(devices: &Devices) {
-    let strict = Settings {
+    let strict = EngineSettings {
         require_rdma: true,
         ..settings()
     };
@@ -115,7 +116,7 @@ fn c48_require_rdma_takes_the_native_lane(devices: &Devices) {
 
 /// One-sided: every thread of the producer is stopped, and the read completes.
 fn a_read_completes_while_the_producer_is_stopped(devices: &Devices) {
-    let patient = Settings {
+    let patient = EngineSettings {
         suspect_ms: 60_000,
         ..settings()
     };
@@ -143,7 +144,7 @@ fn c66_a_limit_for_locked_memory_is_named(devices: &Devices, limit: Option<u64>)
     let settings = settings().to_json();
     let environment = [
         ("UCX_NET_DEVICES", Some(devices.first.as_str())),
-        (Settings::VARIABLE, Some(settings.as_str())),
+        (EngineSettings::VARIABLE, Some(settings.as_str())),
     ];
     let mut child = Child::start("register", &limited, &environment);
     let (limit, error): (u64, String) = child.hear();

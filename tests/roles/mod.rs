@@ -4,8 +4,10 @@ mod churn;
 mod consumer;
 mod engine;
 mod messenger;
+pub mod native;
 mod pinned;
 mod producer;
+mod publisher;
 mod reader;
 mod resources;
 mod sleepers;
@@ -25,7 +27,10 @@ pub use engine::{Connected, Ended, EngineChild, EngineSpec, Memory};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use pinned::{Pinned, PinnedResult};
 pub use producer::{Counted, Layout, Started};
-pub use reader::{Connected as ReaderConnected, Ended as ReaderEnded, Limited, Reader};
+pub use publisher::{
+    GivenUp, OVERWRITE_CHANNEL, Published, Publisher, PublisherCounters, descriptors,
+};
+pub use reader::{Done, Order, Reader};
 pub use resources::Resources;
 pub use sleepers::{Answered, Echoed, Many, ReadByAll};
 
@@ -65,10 +70,12 @@ pub fn run(role: &str, arguments: &str) {
         .try_init();
     match role {
         "producer" => producer::run(&serde_json::from_str(arguments).unwrap()),
+        "publisher" => publisher::run(&serde_json::from_str(arguments).unwrap()),
+        "reader" => reader::run(&serde_json::from_str(arguments).unwrap()),
         "read" => consumer::run(&serde_json::from_str(arguments).unwrap()),
         "engine" => engine::run(&serde_json::from_str(arguments).unwrap()),
-        "reader" => reader::run(&serde_json::from_str(arguments).unwrap()),
-        "register" => reader::register(&serde_json::from_str(arguments).unwrap()),
+        "native-reader" => native::run(&serde_json::from_str(arguments).unwrap()),
+        "register" => native::register(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
         "churn" => churn::run(&serde_json::from_str(arguments).unwrap()),
@@ -85,7 +92,7 @@ pub fn run(role: &str, arguments: &str) {
 /// How a child's engine is configured, where it is not as usual. Travels in the environment, so that
 /// every role has it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Settings {
+pub struct EngineSettings {
     /// See `EngineConfig`.
     pub allow_emulation: bool,
     /// See `EngineConfig`.
@@ -100,7 +107,7 @@ pub struct Settings {
     pub connect_ms: u64,
 }
 
-impl Default for Settings {
+impl Default for EngineSettings {
     fn default() -> Self {
         Self {
             allow_emulation: true,
@@ -113,7 +120,7 @@ impl Default for Settings {
     }
 }
 
-impl Settings {
+impl EngineSettings {
     /// The name of the variable that carries them.
     pub const VARIABLE: &'static str = "KVFERRY_TEST_SETTINGS";
 
@@ -140,10 +147,60 @@ fn warnings(engine: &Engine) -> Vec<String> {
     warnings.iter().map(ToString::to_string).collect()
 }
 
-fn config(name: &str) -> EngineConfig {
-    let settings: Settings = match std::env::var(Settings::VARIABLE) {
+/// What of a configuration is not as [`config`] makes it. Times in milliseconds.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Settings {
+    /// `ping_interval`.
+    pub ping: Option<u64>,
+    /// `suspect_after`.
+    pub suspect: Option<u64>,
+    /// `dead_after`.
+    pub dead: Option<u64>,
+    /// `connect_timeout`.
+    pub connect: Option<u64>,
+    /// `withdraw_timeout`.
+    pub withdraw: Option<u64>,
+    /// The longest `reconnect_backoff`; also the shortest, if it is shorter than that.
+    pub backoff: Option<u64>,
+    /// `read_window`.
+    pub read_window: Option<usize>,
+    /// Whether to do without emulated reads.
+    pub no_emulation: bool,
+}
+
+impl Settings {
+    /// Changes a configuration.
+    pub fn apply(&self, config: &mut EngineConfig) {
+        let set = |place: &mut Duration, value: Option<u64>| {
+            if let Some(ms) = value {
+                *place = Duration::from_millis(ms);
+            }
+        };
+        set(&mut config.ping_interval, self.ping);
+        set(&mut config.suspect_after, self.suspect);
+        set(&mut config.dead_after, self.dead);
+        set(&mut config.connect_timeout, self.connect);
+        set(&mut config.withdraw_timeout, self.withdraw);
+        set(&mut config.reconnect_backoff_max, self.backoff);
+        config.reconnect_backoff_min = config
+            .reconnect_backoff_min
+            .min(config.reconnect_backoff_max);
+        if let Some(window) = self.read_window {
+            config.read_window = window;
+        }
+        config.allow_emulation &= !self.no_emulation;
+    }
+}
+
+/// A configuration for tests.
+///
+/// # Panics
+/// If the environment has settings that cannot be read.
+#[must_use]
+pub fn config(name: &str) -> EngineConfig {
+    let settings: EngineSettings = match std::env::var(EngineSettings::VARIABLE) {
         Ok(text) => serde_json::from_str(&text).unwrap(),
-        Err(_) => Settings::default(),
+        Err(_) => EngineSettings::default(),
     };
     let mut config = EngineConfig::new(EngineId::new(name).unwrap());
     config.allow_emulation = settings.allow_emulation;
@@ -161,7 +218,7 @@ fn config(name: &str) -> EngineConfig {
 }
 
 /// Checks that the UCX that was loaded is of the generation that the run is for.
-fn assert_generation(engine: &Engine) {
+pub fn assert_generation(engine: &Engine) {
     let version = engine.ucx_version().unwrap();
     if let Ok(expected) = std::env::var("KVFERRY_EXPECT_UCX") {
         let loaded = format!("{}.{}", version.major, version.minor);

@@ -1,244 +1,235 @@
-//! A consumer that is told step by step what to do, so that the parent can do things to the producer or
-//! the network in between.
+//! A consumer that is told step by step what to do, with several producers at once.
 
-use std::time::Duration;
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
 
-use kvferry_engine::{BlockPair, Engine, HostPool, Peer, Transfer};
-use rustix::process::{Resource, Rlimit, setrlimit};
+use kvferry_engine::{BlockPair, Engine, HostPool, MemoryRegion, Peer, Table, TableSpec, Transfer};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
-use super::{Layout, Packed, SHUTDOWN, assert_generation, config};
+use super::{Packed, Settings, assert_generation, config};
 use crate::harness::{PATIENCE, requests, say};
 use crate::pattern::{POISON, wrong_bytes};
 
-/// Whom to read from.
-#[derive(Debug, Serialize, Deserialize)]
+/// What the reader's own blocks are like: those of the producers.
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Reader {
-    /// The producer.
-    pub from: Packed,
-    /// Which lane.
-    pub lane: String,
-    /// The blocks; the producer has the same.
-    pub layout: Layout,
+    /// Its engine id.
+    pub name: String,
+    /// Blocks.
+    pub blocks: u32,
+    /// Bytes per block.
+    pub block_bytes: u64,
+    /// What is not as usual.
+    pub settings: Settings,
 }
 
-/// How connecting went.
-#[derive(Debug, Deserialize)]
-pub struct Connected {
-    /// Why it failed; empty for success.
-    pub error: String,
-    /// The lane that was taken.
-    pub lane: String,
-    /// What carries messages and data.
-    pub transports: String,
+/// What a reader is told.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub enum Order {
+    /// Connect to a producer.
+    Connect {
+        /// What it is called from now on.
+        name: String,
+        /// Who.
+        to: Packed,
+        /// Which lane.
+        lane: String,
+    },
+    /// Begin to read all blocks of a table into a region of its own.
+    Start {
+        /// From whom.
+        name: String,
+        /// Which of the tables.
+        table: usize,
+        /// The deadline.
+        timeout_ms: u64,
+    },
+    /// Wait for the end of what was started last.
+    Finish {
+        /// From whom.
+        name: String,
+    },
+    /// Shut the engine down.
+    Shutdown {
+        /// The limit.
+        limit_ms: u64,
+    },
+    /// Drop the engine and every handle, and wait until its threads are gone.
+    Drop,
+    /// Leave the process as it is.
+    Exit,
 }
 
-/// How a read ended.
-#[derive(Debug, Deserialize)]
-pub struct Ended {
+/// What became of an order.
+#[derive(Debug, PartialEq, Eq, Deserialize)]
+pub struct Done {
     /// Why it failed; empty for success.
     pub error: String,
-    /// Bytes read.
-    pub bytes: u64,
-    /// Block operations.
-    pub operations: u64,
-    /// Bytes that are not the producer's, of all destinations.
+    /// How long it took.
+    pub elapsed_ms: u64,
+    /// Of a read: bytes that are not what they should be, after success those of the producer, after
+    /// a failure those that were written after it was over.
     pub wrong_bytes: u64,
-    /// Bytes over the native lane since the start.
-    pub native_bytes: u64,
-    /// Bytes over the served lane since the start.
-    pub served_bytes: u64,
-    /// Bytes in quarantine now.
-    pub quarantined_bytes: u64,
+    /// Bytes and regions in quarantine.
+    pub quarantined: (u64, u64),
+    /// Reads that have not quiesced.
+    pub open: usize,
 }
 
-/// What a new owner of the memory writes into it.
-const SENTINEL: u8 = 0x5e;
+struct Started {
+    transfer: Transfer,
+    table: Table,
+    memory: MemoryRegion,
+    layer: u32,
+}
 
-struct State<'a> {
-    engine: &'a Engine,
-    layout: Layout,
-    memory: kvferry_engine::MemoryRegion,
-    tables: Vec<kvferry_engine::Table>,
-    peer: Option<Peer>,
-    transfer: Option<Transfer>,
+struct State {
+    reader: Reader,
+    engine: Option<Engine>,
+    peers: HashMap<String, Peer>,
+    reads: HashMap<String, Started>,
+    regions: Vec<kvferry_engine::Region>,
 }
 
 pub(super) fn run(reader: &Reader) {
-    let engine = Engine::builder(config("consumer")).start().unwrap();
+    let mut config = config(&reader.name);
+    reader.settings.apply(&mut config);
+    let engine = Engine::builder(config).start().unwrap();
     assert_generation(&engine);
-    let (memory, region, tables) = reader.layout.make(&engine);
+    let ucx = engine.ucx_version().unwrap();
+    say(&json!({ "ucx": (ucx.major, ucx.minor) }));
     let mut state = State {
-        engine: &engine,
-        layout: reader.layout,
-        memory,
-        tables,
-        peer: None,
-        transfer: None,
+        reader: reader.clone(),
+        engine: Some(engine),
+        peers: HashMap::new(),
+        reads: HashMap::new(),
+        regions: Vec::new(),
     };
-    state.connect(reader);
     for request in requests() {
-        match request.split_once(' ').unwrap_or((&request, "")) {
-            ("connect", _) => state.connect(reader),
-            ("reconnect", _) => {
-                state.peer.take().unwrap().disconnect();
-                state.connect(reader);
-            }
-            ("start", milliseconds) => {
-                state.start(Duration::from_millis(milliseconds.parse().unwrap()));
-                say(&json!({}));
-            }
-            ("operations", _) => {
-                let posted = engine.counters().ucx_operations;
-                let sent = engine.counters().messages_sent;
-                say(&json!(posted - sent.min(posted)));
-            }
-            ("cancel", _) => {
-                state.transfer.as_ref().unwrap().cancel();
-                say(&json!({}));
-            }
-            ("finish", _) => state.finish(),
-            ("own", _) => {
-                let bytes = state.memory.bytes();
-                state.memory.fill(0, bytes, SENTINEL).unwrap();
-                say(&json!({}));
-            }
-            ("foreign", _) => {
-                let mut bytes = vec![0; state.memory.bytes() as usize];
-                state.memory.read_at(0, &mut bytes).unwrap();
-                say(&json!(
-                    bytes.iter().filter(|byte| **byte != SENTINEL).count()
-                ));
-            }
-            (other, _) => panic!("no request {other:?}"),
+        let order = serde_json::from_str(&request).unwrap();
+        if matches!(order, Order::Exit) {
+            // As `main` returns: with everything as it is.
+            std::process::exit(0);
         }
-    }
-    drop(state);
-    region.deregister(SHUTDOWN).unwrap();
-    engine.shutdown(SHUTDOWN).unwrap();
-}
-
-impl State<'_> {
-    fn connect(&mut self, reader: &Reader) {
-        let lane = reader.lane.parse().unwrap();
-        match self.engine.connect(reader.from.unpack(), lane) {
-            Ok(peer) => {
-                say(&json!({
-                    "error": "",
-                    "lane": peer.lane().name(),
-                    "transports": peer.transports(),
-                }));
-                self.peer = Some(peer);
-            }
-            Err(error) => {
-                say(&json!({ "error": error.to_string(), "lane": "", "transports": "" }));
-            }
-        }
-    }
-
-    /// Block `n` of the producer into block `n` here, backwards, so that no two become one run.
-    fn start(&mut self, timeout: Duration) {
-        self.memory.fill(0, self.memory.bytes(), POISON).unwrap();
-        let pairs: Vec<BlockPair> = (0..self.layout.blocks)
-            .rev()
-            .map(|id| BlockPair::new(id, id))
-            .collect();
-        let peer = self.peer.as_ref().unwrap();
-        let both: Vec<_> = self.tables.iter().cloned().zip(peer.tables()).collect();
-        self.transfer = Some(peer.read_within(&both, &pairs, timeout).unwrap());
-    }
-
-    fn finish(&mut self) {
-        let transfer = self.transfer.take().unwrap();
-        let outcome = transfer.wait(PATIENCE).expect("the transfer does not end");
-        assert!(transfer.is_quiesced());
-        let (error, bytes, operations) = match outcome {
-            Ok(report) => (String::new(), report.bytes, report.operations),
-            Err(error) => (error.to_string(), 0, 0),
+        let started = Instant::now();
+        let result = state.obey(order);
+        let elapsed = started.elapsed().as_millis() as u64;
+        let (error, wrong_bytes) = match result {
+            Ok(wrong) => (String::new(), wrong),
+            Err((error, wrong)) => (error, wrong),
         };
-        let wrong: u64 = self
-            .tables
-            .iter()
-            .flat_map(|table| (0..self.layout.blocks).map(move |block| (table, block)))
-            .map(|(table, block)| wrong_bytes(table, &self.memory, block, Some(block)))
-            .sum();
-        let counters = self.engine.counters();
+        let counters = state.engine.as_ref().map(Engine::counters);
+        let quarantined = counters.map_or((0, 0), |counters| {
+            (counters.quarantined_bytes, counters.quarantined_regions)
+        });
+        let open = state
+            .reads
+            .values()
+            .filter(|read| !read.transfer.is_quiesced());
         say(&json!({
             "error": error,
-            "bytes": bytes,
-            "operations": operations,
-            "wrong_bytes": wrong,
-            "native_bytes": counters.native_bytes,
-            "served_bytes": counters.served_bytes,
-            "quarantined_bytes": counters.quarantined_bytes,
+            "elapsed_ms": elapsed,
+            "wrong_bytes": wrong_bytes,
+            "quarantined": quarantined,
+            "open": open.count(),
         }));
     }
 }
 
-/// A registration under a limit for locked memory.
-#[derive(Debug, Serialize, Deserialize)]
-pub struct Limited {
-    /// The limit from the start on, in bytes. `None`: as much as UCX has pinned for itself once the engine
-    /// runs, and one mebibyte.
-    pub limit: Option<u64>,
-    /// How much to register, in bytes.
-    pub bytes: u64,
-}
-
-/// Registers, and says the limit and the error.
-pub(super) fn register(limited: &Limited) {
-    // Who has the capability is not held to the limit.
-    drop_capability_to_lock();
-    if let Some(limit) = limited.limit {
-        limit_locked(limit);
-    }
-    let engine = match Engine::builder(config("limited")).start() {
-        Ok(engine) => engine,
-        Err(error) => {
-            say(&json!((limited.limit, error.to_string())));
-            return;
+impl State {
+    fn obey(&mut self, order: Order) -> Result<u64, (String, u64)> {
+        let text = |error: &dyn std::fmt::Display| (error.to_string(), 0);
+        let engine = || self.engine.as_ref().unwrap();
+        match order {
+            Order::Connect { name, to, lane } => {
+                let peer = engine().connect(to.unpack(), lane.parse().unwrap());
+                self.peers.insert(name, peer.map_err(|error| text(&error))?);
+                Ok(0)
+            }
+            Order::Start {
+                name,
+                table,
+                timeout_ms,
+            } => {
+                let Reader {
+                    blocks,
+                    block_bytes,
+                    ..
+                } = self.reader;
+                let pool = HostPool::new((u64::from(blocks) * block_bytes) as usize).unwrap();
+                let memory = pool.region().unwrap();
+                memory.fill(0, memory.bytes(), POISON).unwrap();
+                let region = engine().register(&memory).unwrap();
+                let spec = TableSpec::dense(block_bytes, blocks).layer(table as u32);
+                let ours = engine().add_table(&region, spec).unwrap();
+                let peer = &self.peers[&name];
+                let theirs = peer.tables().nth(table).unwrap();
+                let pairs: Vec<_> = (0..blocks)
+                    .map(|n| BlockPair::new(n, blocks - 1 - n))
+                    .collect();
+                let limit = Duration::from_millis(timeout_ms);
+                let tables = [(ours.clone(), theirs)];
+                let transfer = peer.read_within(&tables, &pairs, limit);
+                let started = Started {
+                    transfer: transfer.map_err(|error| text(&error))?,
+                    table: ours,
+                    memory,
+                    layer: table as u32,
+                };
+                self.regions.push(region);
+                self.reads.insert(name, started);
+                Ok(0)
+            }
+            Order::Finish { name } => match self.reads.remove(&name) {
+                Some(read) => finish(&read, self.reader.blocks),
+                None => Err(("nothing was started".into(), 0)),
+            },
+            Order::Shutdown { limit_ms } => engine()
+                .shutdown(Duration::from_millis(limit_ms))
+                .map(|()| 0)
+                .map_err(|error| text(&error)),
+            Order::Drop => {
+                self.peers.clear();
+                self.regions.clear();
+                self.engine = None;
+                // Nobody waits for an engine that is dropped, so its thread is watched.
+                let deadline = Instant::now() + PATIENCE;
+                while threads()
+                    .iter()
+                    .any(|name| name.starts_with("kvferry-progr"))
+                {
+                    assert!(Instant::now() < deadline, "the progress thread goes on");
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Ok(0)
+            }
+            Order::Exit => Ok(0),
         }
-    };
-    assert_generation(&engine);
-    let limit = limited.limit.unwrap_or_else(|| pinned() + (1 << 20));
-    limit_locked(limit);
-    let memory = HostPool::new(limited.bytes as usize).unwrap();
-    let error = match engine.register(&memory.region().unwrap()) {
-        Ok(_) => String::new(),
-        Err(error) => error.to_string(),
-    };
-    say(&json!((limit, error)));
-    for _ in requests() {}
-    engine.shutdown(SHUTDOWN).unwrap();
+    }
 }
 
-fn limit_locked(bytes: u64) {
-    let limit = Rlimit {
-        current: Some(bytes),
-        maximum: Some(bytes),
+fn threads() -> Vec<String> {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let name = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("comm")).ok();
+    tasks.filter_map(|task| name(task.ok()?)).collect()
+}
+
+fn finish(read: &Started, blocks: u32) -> Result<u64, (String, u64)> {
+    let outcome = read.transfer.wait(PATIENCE).unwrap();
+    assert!(read.transfer.is_quiesced());
+    let wrong = |source: &dyn Fn(u32) -> Option<u32>| {
+        let all = (0..blocks).map(|n| wrong_bytes(&read.table, &read.memory, n, source(n)));
+        all.sum::<u64>()
     };
-    setrlimit(Resource::Memlock, limit).unwrap();
-}
-
-/// Bytes that are pinned for devices, in all of this process.
-fn pinned() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
-    let kilobytes: u64 = line
-        .unwrap()
-        .trim()
-        .trim_end_matches(" kB")
-        .parse()
-        .unwrap();
-    kilobytes * 1024
-}
-
-fn drop_capability_to_lock() {
-    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
-    let mut sets = capabilities(None).unwrap();
-    sets.effective.remove(CapabilitySet::IPC_LOCK);
-    sets.permitted.remove(CapabilitySet::IPC_LOCK);
-    sets.inheritable.remove(CapabilitySet::IPC_LOCK);
-    set_capabilities(None, sets).unwrap();
+    assert_eq!(read.table.description().layer, read.layer);
+    match outcome {
+        Ok(_) => Ok(wrong(&|n| Some(blocks - 1 - n))),
+        Err(error) => {
+            // It is over: from now on the memory is ours.
+            read.memory.fill(0, read.memory.bytes(), POISON).unwrap();
+            std::thread::sleep(Duration::from_millis(50));
+            Err((error.to_string(), wrong(&|_| None)))
+        }
+    }
 }

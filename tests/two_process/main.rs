@@ -7,10 +7,16 @@ mod ends;
 mod idle;
 mod memory;
 mod messages;
+mod mixed;
+mod order;
+mod peers;
 mod reads;
+mod shutdown;
 mod start;
+mod support;
 mod transports;
 mod usable;
+mod withdraw;
 
 fn main() -> std::process::ExitCode {
     let mut cases = reads::cases();
@@ -18,9 +24,14 @@ fn main() -> std::process::ExitCode {
     cases.extend(memory::cases());
     cases.extend(start::cases());
     cases.extend(ends::cases());
+    cases.extend(shutdown::cases());
     cases.extend(usable::cases());
     cases.extend(churn::cases());
     cases.extend(idle::cases());
     cases.extend(transports::cases());
+    cases.extend(mixed::cases());
+    cases.extend(order::cases());
+    cases.extend(peers::cases());
+    cases.extend(withdraw::cases());
     kvferry_tests::harness::main(cases)
 }

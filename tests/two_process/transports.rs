@@ -4,7 +4,8 @@ use std::process::Command;
 use std::time::Instant;
 
 use kvferry_tests::harness::{Case, Child, PATIENCE, is_child, run_through};
-use kvferry_tests::roles::{Connected, Ended, Layout, Packed, Reader, Settings, Started};
+use kvferry_tests::roles::native::{Connected, Ended, Reader};
+use kvferry_tests::roles::{EngineSettings, Layout, Packed, Started};
 use serde_json::Value;
 
 const LAYOUT: Layout = Layout {
@@ -13,9 +14,12 @@ const LAYOUT: Layout = Layout {
     block_bytes: 4096,
 };
 
-fn start(settings: &Settings, tls: Option<&str>) -> (bool, String) {
+fn start(settings: &EngineSettings, tls: Option<&str>) -> (bool, String) {
     let settings = settings.to_json();
-    let environment = [("UCX_TLS", tls), (Settings::VARIABLE, Some(&settings))];
+    let environment = [
+        ("UCX_TLS", tls),
+        (EngineSettings::VARIABLE, Some(&settings)),
+    ];
     let mut child = Child::start("start", &(), &environment);
     let answer: Value = child.hear();
     child.finish_well();
@@ -27,23 +31,23 @@ fn start(settings: &Settings, tls: Option<&str>) -> (bool, String) {
 /// transports tells of a dead peer. Beside tcp it does no harm.
 fn c49_shared_memory_alone_is_refused() {
     for tls in ["posix,cma,self", "sm", "sysv,self"] {
-        let (started, error) = start(&Settings::default(), Some(tls));
+        let (started, error) = start(&EngineSettings::default(), Some(tls));
         assert!(!started, "{tls}");
         let list = format!("UCX_TLS={tls},");
         for part in [list.as_str(), "no peer failure handler"] {
             assert!(error.contains(part), "{error}");
         }
     }
-    let fine = start(&Settings::default(), Some("posix,cma,self,tcp"));
+    let fine = start(&EngineSettings::default(), Some("posix,cma,self,tcp"));
     assert_eq!(fine, (true, String::new()));
 }
 
 /// What is configured wins over the environment, and misspelt names are errors before UCX is asked.
 fn configured_lists_win_and_are_checked() {
-    let with = |transports: Option<&str>, net_devices: Option<&str>| Settings {
+    let with = |transports: Option<&str>, net_devices: Option<&str>| EngineSettings {
         transports: transports.map(str::to_owned),
         net_devices: net_devices.map(str::to_owned),
-        ..Settings::default()
+        ..EngineSettings::default()
     };
     let (started, error) = start(&with(Some("posix,cma,self"), None), Some("tcp"));
     assert!(!started);
@@ -68,16 +72,16 @@ fn configured_lists_win_and_are_checked() {
 
 /// An engine that finds no RDMA says so where it is asked, and nowhere else.
 fn nothing_is_logged_where_there_is_no_rdma() {
-    let settings = Settings {
+    let settings = EngineSettings {
         allow_emulation: false,
-        ..Settings::default()
+        ..EngineSettings::default()
     };
     let settings = settings.to_json();
     let environment = [
         ("UCX_TLS", None),
         ("UCX_LOG_LEVEL", None),
         ("KVFERRY_LOG", Some("warn")),
-        (Settings::VARIABLE, Some(settings.as_str())),
+        (EngineSettings::VARIABLE, Some(settings.as_str())),
     ];
     let (said, logged) = run_through("start", &(), &environment);
     assert_eq!(said.lines().count(), 1, "{said}");
@@ -112,18 +116,21 @@ fn c48_require_rdma_fails_instead_of_emulating() {
         (true, "served", "lane served was asked for"),
     ];
     for (allow_emulation, lane, reason) in table {
-        let strict = Settings {
+        let strict = EngineSettings {
             allow_emulation,
             require_rdma: true,
-            ..Settings::default()
+            ..EngineSettings::default()
         };
         let strict = strict.to_json();
         let environment = [
             ("UCX_TLS", Some("tcp")),
-            (Settings::VARIABLE, Some(strict.as_str())),
+            (EngineSettings::VARIABLE, Some(strict.as_str())),
         ];
-        let mut consumer =
-            Child::start("reader", &reader(&started.description, lane), &environment);
+        let mut consumer = Child::start(
+            "native-reader",
+            &reader(&started.description, lane),
+            &environment,
+        );
         let connected: Connected = consumer.hear();
         for part in [
             "peer producer pp0tp0 has no RDMA, which require_rdma asks for",
@@ -251,11 +258,11 @@ fn no_namespaces() -> Option<String> {
 /// names loopback, which what is configured wins over.
 fn across(namespaces: &Namespaces, producers: &str, consumers: &str) -> (Child, Child, Connected) {
     let settings = |devices: &str| {
-        Settings {
+        EngineSettings {
             allow_emulation: false,
             net_devices: Some(devices.to_owned()),
             connect_ms: 10_000,
-            ..Settings::default()
+            ..EngineSettings::default()
         }
         .to_json()
     };
@@ -264,14 +271,14 @@ fn across(namespaces: &Namespaces, producers: &str, consumers: &str) -> (Child, 
         [
             ("UCX_TLS", Some("tcp")),
             ("UCX_NET_DEVICES", Some("lo")),
-            (Settings::VARIABLE, Some(settings)),
+            (EngineSettings::VARIABLE, Some(settings)),
         ]
     };
     let [a, b] = &namespaces.names;
     let producer = Child::start_in(b, "producer", &LAYOUT, &environment(theirs.as_str()));
     let started: Started = producer.hear();
     let request = reader(&started.description, "auto");
-    let consumer = Child::start_in(a, "reader", &request, &environment(ours.as_str()));
+    let consumer = Child::start_in(a, "native-reader", &request, &environment(ours.as_str()));
     let connected = consumer.hear();
     (producer, consumer, connected)
 }

@@ -61,7 +61,7 @@ impl Command {
                 ..
             }) => {
                 // Nothing of a stopped engine touches memory.
-                let _ = reply.send(0);
+                let _ = reply.send(Holders::default());
             }
             // Dropping the others closes their answer channels, which reads as "stopped".
             _ => {}
@@ -71,8 +71,15 @@ impl Command {
 
 pub(crate) struct ReleaseRegion {
     pub(crate) region: Arc<RegionInner>,
-    /// Until when somebody waits, and where the number of operations left goes.
-    pub(crate) waiter: Option<(Instant, Sender<u64>)>,
+    /// Until when somebody waits, and where it goes who still uses it.
+    pub(crate) waiter: Option<(Instant, Sender<Holders>)>,
+}
+
+/// Who still uses a region that is being given up; nobody, once it has been.
+#[derive(Debug, Default)]
+pub(crate) struct Holders {
+    pub(crate) operations: u64,
+    pub(crate) peers: Vec<String>,
 }
 
 pub(crate) struct ConnectCommand {

@@ -56,8 +56,17 @@ pub struct EngineConfig {
     pub suspect_after: Duration,
     /// Further silence after which a suspect peer is dead. Default 10 s.
     pub dead_after: Duration,
+    /// Time for a peer to let go of a region that is given up here; then it is disconnected. Longer
+    /// than `suspect_after`, so that a hiccup costs nothing, and shorter than the time after which a
+    /// silent peer is dead anyway. Default 5 s.
+    pub withdraw_timeout: Duration,
     /// Time for a greeting to be answered. Default 10 s.
     pub connect_timeout: Duration,
+    /// Time without another attempt after an attempt to connect to a worker has failed; doubled with
+    /// each failure in a row, up to a quarter shorter at random. 0 for none. Default 100 ms.
+    pub reconnect_backoff_min: Duration,
+    /// The longest such time. At least `reconnect_backoff_min`, to 1 day. Default 5 s.
+    pub reconnect_backoff_max: Duration,
     /// Deadline of a transfer that names none. Default 30 s.
     pub transfer_timeout: Duration,
     /// Time that each step of ending what is in flight gets before the next one: waiting, closing the
@@ -103,7 +112,10 @@ impl EngineConfig {
             ping_interval: Duration::from_millis(500),
             suspect_after: Duration::from_secs(2),
             dead_after: Duration::from_secs(10),
+            withdraw_timeout: Duration::from_secs(5),
             connect_timeout: Duration::from_secs(10),
+            reconnect_backoff_min: Duration::from_millis(100),
+            reconnect_backoff_max: Duration::from_secs(5),
             transfer_timeout: Duration::from_secs(30),
             escalation_step: Duration::from_secs(1),
             command_timeout: Duration::from_secs(10),
@@ -134,6 +146,7 @@ impl EngineConfig {
             ("ping_interval", self.ping_interval),
             ("suspect_after", self.suspect_after),
             ("dead_after", self.dead_after),
+            ("withdraw_timeout", self.withdraw_timeout),
             ("connect_timeout", self.connect_timeout),
             ("transfer_timeout", self.transfer_timeout),
             ("escalation_step", self.escalation_step),
@@ -159,6 +172,14 @@ impl EngineConfig {
             && !is_device_list(list)
         {
             return Err(bad("net_devices", format!("{list:?}"), DEVICES_EXPECTED));
+        }
+        let (min, max) = (self.reconnect_backoff_min, self.reconnect_backoff_max);
+        if max < min || max > Duration::from_secs(86_400) {
+            return Err(bad(
+                "reconnect_backoff_max",
+                format!("{max:?}"),
+                "reconnect_backoff_min to 1 day",
+            ));
         }
         if !(1..=1024).contains(&self.send_window) {
             return Err(bad(

@@ -66,6 +66,8 @@ counters! {
     peers_connected,
     /// Peers that ended: goodbye, failure or replacement.
     peers_lost,
+    /// Peers that have been silent for too long and are not given up yet, now.
+    peers_suspect,
     /// Bytes of destinations whose transfer has its outcome but may still be written to, now.
     quarantined_bytes,
     /// Regions that were dropped in use and wait for their last operation, now.

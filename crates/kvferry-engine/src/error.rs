@@ -267,13 +267,18 @@ pub enum TableError {
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum DeregisterError {
-    /// Operations still use it. It is given up when they end.
-    #[error("region {region} is busy: {operations} operations still use it after {waited:?}")]
+    /// Operations or peers still use it. It is given up when they are done.
+    #[error(
+        "region {region} is busy: {operations} operations{} still use it after {waited:?}",
+        .peers.iter().map(|peer| format!(", peer {peer}")).collect::<String>()
+    )]
     Busy {
         /// The region's number.
         region: u32,
         /// Operations in flight.
         operations: u64,
+        /// Peers that have not said that they let go of it: engine id and rank.
+        peers: Vec<String>,
         /// How long was waited.
         waited: Duration,
     },
@@ -305,6 +310,17 @@ pub enum ConnectError {
         tried: String,
         /// How long was waited.
         waited: Duration,
+    },
+    /// An attempt failed a moment ago; this one was not made. What needs the peer is better done
+    /// without it now.
+    #[error("peer {peer} is not tried for another {retry_in:?}: {last}")]
+    BackingOff {
+        /// The peer's engine id and rank.
+        peer: String,
+        /// When an attempt is made again.
+        retry_in: Duration,
+        /// Why the last attempt failed.
+        last: Box<ConnectError>,
     },
     /// The peer, or whoever sits at its address, refused the greeting.
     #[error("peer {peer} refused the greeting: {reason}")]
@@ -361,7 +377,7 @@ pub enum ConnectError {
     Engine(String),
 }
 
-/// Why a read was not started. Always of class [`ErrorClass::Local`].
+/// Why a read was not started.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ReadError {
@@ -411,6 +427,16 @@ pub enum ReadError {
         /// The connected peer.
         peer: Incarnation,
     },
+    /// The peer has given up the region of a remote table.
+    #[error(
+        "the peer has withdrawn region {region} with its table {table}; fetch its description again"
+    )]
+    Withdrawn {
+        /// The peer's number for the region.
+        region: u32,
+        /// The peer's number for the table.
+        table: u32,
+    },
     /// A local table belongs to another engine or its region is gone.
     #[error("local table {table} belongs to another engine or its region was deregistered")]
     LocalTable {
@@ -431,6 +457,25 @@ pub enum ReadError {
     /// The engine was shut down, or the handle was carried over a fork.
     #[error("{0}")]
     Engine(String),
+}
+
+impl ReadError {
+    /// Whom the failure concerns.
+    #[must_use]
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            Self::StaleTable { .. } | Self::Withdrawn { .. } | Self::RemoteBlock { .. } => {
+                ErrorClass::Rejected
+            }
+            Self::PeerGone(_) => ErrorClass::Peer,
+            Self::Mismatch { .. }
+            | Self::LocalBlock { .. }
+            | Self::TooLarge { .. }
+            | Self::LocalTable { .. }
+            | Self::Kind { .. }
+            | Self::Engine(_) => ErrorClass::Local,
+        }
+    }
 }
 
 /// Why a transfer failed.

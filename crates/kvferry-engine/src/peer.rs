@@ -1,11 +1,14 @@
 //! A connected peer, as callers see it.
 
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use kvferry_wire::{Description, Incarnation, MAX_MESSAGE_BYTES, MAX_READ_TABLES, MemoryKind};
+use kvferry_wire::regions::MAX_REGION_RANGES;
+use kvferry_wire::{
+    Description, Incarnation, MAX_MESSAGE_BYTES, MAX_READ_TABLES, MemoryKind, RegionSet,
+};
 
 use crate::command::Command;
 use crate::completion::CompletionCell;
@@ -32,6 +35,7 @@ pub(crate) struct PeerShared {
     pub(crate) gone: Arc<OnceLock<String>>,
     /// What the peer shares on this host, for the lanes that need it.
     pub(crate) same_host: Option<Arc<SameHost>>,
+    pub(crate) life: Arc<Life>,
 }
 
 /// A peer that has answered the greeting, as the progress thread tells of it.
@@ -42,6 +46,48 @@ pub(crate) struct Greeted {
     /// What one-sided reads there are on its endpoint.
     pub(crate) native: NativeReads,
     pub(crate) gone: Arc<OnceLock<String>>,
+    pub(crate) life: Arc<Life>,
+}
+
+/// What the progress thread finds out about a peer and reads look at.
+#[derive(Default)]
+pub(crate) struct Life {
+    withdrawn: Mutex<RegionSet>,
+    suspect: AtomicBool,
+}
+
+impl Life {
+    fn withdrawn(&self) -> MutexGuard<'_, RegionSet> {
+        self.withdrawn
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns what it was before.
+    pub(crate) fn set_suspect(&self, suspect: bool) -> bool {
+        // Written only where it changes: this is asked for every segment that arrives.
+        let before = self.is_suspect();
+        if before != suspect {
+            self.suspect.store(suspect, Ordering::Relaxed);
+        }
+        before
+    }
+
+    pub(crate) fn is_suspect(&self) -> bool {
+        self.suspect.load(Ordering::Relaxed)
+    }
+
+    /// Adds regions that the peer has given up; false if no engine has given up so many.
+    pub(crate) fn withdraw(&self, regions: &RegionSet) -> bool {
+        let mut withdrawn = self.withdrawn();
+        withdrawn.extend(regions);
+        // Twice as many: those of its regions that are gone and not announced lie between.
+        withdrawn.ranges().len() <= 2 * MAX_REGION_RANGES
+    }
+
+    pub(crate) fn is_withdrawn(&self, region: u32) -> bool {
+        self.withdrawn().contains(region)
+    }
 }
 
 /// A peer that answered the greeting. Cheap to clone.
@@ -90,6 +136,13 @@ impl Peer {
     #[must_use]
     pub fn gone(&self) -> Option<&str> {
         self.peer.gone.get().map(String::as_str)
+    }
+
+    /// True while the peer has been silent for `suspect_after` of the configuration and is not given
+    /// up yet: its transfers fail as [`Stalled`](crate::TransferError::Stalled), new ones at once.
+    #[must_use]
+    pub fn is_suspect(&self) -> bool {
+        self.peer.life.is_suspect()
     }
 
     /// The peer's tables.
@@ -190,6 +243,13 @@ impl Peer {
                 return Err(ReadError::StaleTable {
                     table: remote.owner,
                     peer: self.incarnation(),
+                });
+            }
+            let region = remote.description.region;
+            if self.peer.life.is_withdrawn(region) {
+                return Err(ReadError::Withdrawn {
+                    region,
+                    table: remote.id(),
                 });
             }
             let kind = local.region().memory.kind();

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvferry_wire::RegionDescription;
@@ -24,6 +24,8 @@ pub(crate) struct RegionInner {
     keys: Vec<Vec<u8>>,
     /// Operations that may touch the memory; the region stays registered until this is zero.
     operations: AtomicU64,
+    /// Whether a description has named it. What nobody was told of, nobody holds.
+    described: AtomicBool,
 }
 
 impl RegionInner {
@@ -44,6 +46,7 @@ impl RegionInner {
             handles,
             keys: keys.unwrap_or_default(),
             operations: AtomicU64::new(0),
+            described: AtomicBool::new(false),
         }
     }
 
@@ -57,7 +60,14 @@ impl RegionInner {
         self.operations.load(Ordering::Acquire)
     }
 
+    pub(crate) fn is_described(&self) -> bool {
+        self.described.load(Ordering::Acquire)
+    }
+
+    /// What peers are told. The caller has the catalog locked, so that the region is either
+    /// described before it is given up, or is in no description any more.
     pub(crate) fn describe(&self) -> RegionDescription {
+        self.described.store(true, Ordering::Release);
         RegionDescription {
             id: self.id,
             base: self.memory.address(),
@@ -95,7 +105,8 @@ impl Drop for RegionHold {
 /// A registered region.
 ///
 /// Registering the same range again gives another `Region` over the same registration; the range is
-/// given up when the last of them is dropped or deregistered and the last operation on it has ended.
+/// given up when the last of them is dropped or deregistered, the last operation on it has ended and
+/// every peer has let go of it.
 /// Dropping never blocks: a region in use is left to the progress thread and counted in
 /// [`quarantined_regions`](crate::CounterSnapshot::quarantined_regions).
 pub struct Region {
@@ -130,11 +141,14 @@ impl Region {
     }
 
     /// Gives the region up and waits until nothing uses it. Its tables are withdrawn first, so that
-    /// no new read starts.
+    /// no new read starts; then peers that may know it are asked to let go, and one that does not
+    /// within `withdraw_timeout` of the configuration is disconnected. After `Ok` nobody touches
+    /// the memory any more.
     ///
     /// # Errors
-    /// [`DeregisterError::Busy`] if operations still use it after `timeout`; it is then given up
-    /// when they end. [`DeregisterError::Engine`] if the engine does not answer.
+    /// [`DeregisterError::Busy`] if operations or peers still use it after `timeout`; it is then
+    /// given up when they are done ([`quarantined_regions`](crate::CounterSnapshot::quarantined_regions)
+    /// counts it until then). [`DeregisterError::Engine`] if the engine does not answer.
     pub fn deregister(mut self, timeout: Duration) -> Result<(), DeregisterError> {
         self.released = true;
         self.shared.release_region(&self.inner, Some(timeout))

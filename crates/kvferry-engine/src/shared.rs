@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use crossbeam::queue::SegQueue;
-use kvferry_wire::{Addresses, Description, Incarnation, UcxVersion};
+use kvferry_wire::{Addresses, Description, Incarnation, RegionSet, UcxVersion};
 
-use crate::command::{Command, ReleaseRegion};
+use crate::command::{Command, Holders, ReleaseRegion};
 use crate::config::EngineConfig;
-use crate::counters::Counters;
+use crate::counters::{Counters, add, subtract};
 use crate::error::{DeregisterError, EngineError};
 use crate::fabric::Capabilities;
 use crate::memory::{IncarnationWord, RegionMap};
@@ -58,6 +58,8 @@ pub(crate) struct Catalog {
     pub(crate) map: RegionMap,
     pub(crate) next_region: u32,
     pub(crate) regions: Vec<Arc<RegionInner>>,
+    /// Regions that were and are no more; descriptions that peers have may still name them.
+    pub(crate) withdrawn: RegionSet,
     pub(crate) next_table: u32,
     pub(crate) tables: Vec<Table>,
 }
@@ -149,6 +151,11 @@ impl Shared {
 
     pub(crate) fn submit(&self, command: Command) -> Result<(), EngineError> {
         self.check()?;
+        self.push(command)
+    }
+
+    /// Hands a command over, or refuses it.
+    fn push(&self, command: Command) -> Result<(), EngineError> {
         self.commands.push(command);
         // Either this thread sees that the engine has stopped, or the progress thread's last look
         // sees the command; pairs with `mark_stopped`.
@@ -165,6 +172,9 @@ impl Shared {
     /// Answers the commands that came too late for the progress thread.
     pub(crate) fn refuse_commands(&self) {
         while let Some(command) = self.commands.pop() {
+            if matches!(&command, Command::Release(release) if release.waiter.is_none()) {
+                subtract(&self.counters.quarantined_regions, 1);
+            }
             command.refuse();
         }
     }
@@ -227,13 +237,16 @@ impl Shared {
                 .tables
                 .retain(|table| table.description().region != region.id);
             catalog.regions.retain(|other| other.id != region.id);
+            catalog.withdrawn.insert(region.id);
         }
         let Some(timeout) = wait else {
             let release = ReleaseRegion {
                 region: Arc::clone(region),
                 waiter: None,
             };
-            return Ok(self.submit(Command::Release(release))?);
+            // Counted before anybody can look, and by whoever ends it no more.
+            add(&self.counters.quarantined_regions, 1);
+            return Ok(self.push(Command::Release(release))?);
         };
         let (sender, receiver) = bounded(1);
         let release = ReleaseRegion {
@@ -244,10 +257,14 @@ impl Shared {
         // The progress thread answers by `timeout`; more than that and it is stuck.
         let patience = timeout.min(LONGEST) + self.config.command_timeout;
         match Self::answer(&receiver, "a deregistration", patience)? {
-            0 => Ok(()),
-            operations => Err(DeregisterError::Busy {
+            Holders {
+                operations: 0,
+                peers,
+            } if peers.is_empty() => Ok(()),
+            Holders { operations, peers } => Err(DeregisterError::Busy {
                 region: region.id,
                 operations,
+                peers,
                 waited: timeout,
             }),
         }

@@ -10,14 +10,14 @@
 //! version with a description of another one is [`WireError::Version`] and can be answered.
 //!
 //! # HISTORY
-//! Version 1: the first.
+//! Version 1: the first. Later, without a new version: the regions that were withdrawn.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Description, Incarnation, WireError,
+    Description, Incarnation, RegionSet, WireError,
     packed::{Format, check_reason, clean_reason},
     segment::MAX_MESSAGE_BYTES,
 };
@@ -43,6 +43,9 @@ pub struct Hello {
     pub expects: Incarnation,
     /// Who the sender is.
     pub from: Description,
+    /// Regions of the sender that earlier descriptions of this incarnation may name and that are
+    /// not to be read any more.
+    pub withdrawn: RegionSet,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -50,6 +53,8 @@ struct HelloBody {
     expects: Incarnation,
     #[serde(with = "serde_bytes")]
     from: Vec<u8>,
+    #[serde(default, skip_serializing_if = "RegionSet::is_empty")]
+    withdrawn: RegionSet,
 }
 
 impl Hello {
@@ -63,6 +68,7 @@ impl Hello {
         Ok(Self {
             expects: body.expects,
             from: Description::decode(&body.from)?,
+            withdrawn: body.withdrawn,
         })
     }
 
@@ -74,6 +80,7 @@ impl Hello {
         HELLO.encode(&HelloBody {
             expects: self.expects,
             from: self.from.encode()?,
+            withdrawn: self.withdrawn.clone(),
         })
     }
 }
@@ -88,6 +95,9 @@ pub enum HelloReply {
         incarnation: Incarnation,
         /// The connection that the greeting came on, by its sender's number.
         connection: u32,
+        /// As [`Hello::withdrawn`]: the description that was greeted may be an old one.
+        #[serde(default, skip_serializing_if = "RegionSet::is_empty")]
+        withdrawn: RegionSet,
     },
     /// The connection may not be used.
     Rejected {

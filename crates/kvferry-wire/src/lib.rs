@@ -10,13 +10,15 @@
 //! - [`segment`]: what one active message carries, a piece of a message or bytes of a transfer.
 //! - [`message`]: a reassembled message between two engines.
 //! - [`hello`], [`description`]: the greeting and what an engine says about itself.
+//! - [`regions`]: sets of region ids, in greetings and messages.
 //! - [`lease`], [`demo`]: payloads of [`Message::Service`], one channel each.
 //! - [`directory`]: frames on the directory's TCP port.
 //! - [`share`]: packets on the unix socket between engines of one host.
 //!
 //! # HISTORY
-//! Every format has a version of its own; all of them are at version 1, the first. A msgpack body
-//! may gain fields within a version, because readers skip fields they do not know. Anything else
+//! Every format has a version of its own; messages are at version 2, all others at version 1, the
+//! first. A msgpack body may gain fields within a version, because readers skip fields they do not
+//! know. Anything else
 //! (a field that goes, changes meaning or becomes mandatory, a new enum variant, any change of a
 //! fixed layout) is a new version.
 #![forbid(unsafe_code)]
@@ -30,6 +32,7 @@ pub mod ids;
 pub mod lease;
 pub mod message;
 mod packed;
+pub mod regions;
 pub mod segment;
 pub mod share;
 
@@ -49,8 +52,9 @@ pub use lease::{
 pub use message::{
     BlockRun, MAX_READ_TABLES, Message, ReadRejected, ReadRequest, RejectCode, encode_goodbye,
     encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read, encode_read_cancel,
-    encode_read_rejected, encode_service,
+    encode_read_rejected, encode_service, encode_withdraw, encode_withdrawn,
 };
+pub use regions::{RegionRange, RegionSet};
 pub use segment::{
     MAX_MESSAGE_BYTES, SEGMENT_HEADER_BYTES, Segment, SegmentBody, SegmentHeader, TransferId,
 };

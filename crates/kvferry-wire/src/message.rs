@@ -19,9 +19,11 @@
 //! | 7 | read cancel | slot `u32`, generation `u32` |
 //! | 8 | service | payload |
 //! | 9 | goodbye | nothing |
+//! | 10, 11 | withdraw, withdrawn | ranges `u32`, ranges of region ids (first `u32`, last `u32`) |
 //!
 //! # HISTORY
 //! Version 1: the first.
+//! Version 2: withdraw and withdrawn.
 
 use zerocopy::{
     FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned,
@@ -29,19 +31,21 @@ use zerocopy::{
 };
 
 use crate::{
-    Hello, HelloReply, WireError,
+    Hello, HelloReply, RegionSet, WireError,
     packed::check_at_most,
     segment::{MAX_MESSAGE_BYTES, TransferId},
 };
 
 mod read;
+mod withdraw;
 
 pub use read::{
     BlockRun, BlockRunLayout, MAX_READ_TABLES, ReadRejected, ReadRequest, RejectCode, encode_read,
 };
+pub use withdraw::{encode_withdraw, encode_withdrawn};
 
 /// Version of the message layouts.
-pub const MESSAGE_VERSION: u8 = 1;
+pub const MESSAGE_VERSION: u8 = 2;
 
 /// Bytes in front of every message's body.
 pub const MESSAGE_HEADER_BYTES: usize = size_of::<HeaderLayout>();
@@ -88,6 +92,8 @@ enum Kind {
     ReadCancel = 7,
     Service = 8,
     Goodbye = 9,
+    Withdraw = 10,
+    Withdrawn = 11,
 }
 
 impl Kind {
@@ -102,7 +108,9 @@ impl Kind {
             7 => Self::ReadCancel,
             8 => Self::Service,
             9 => Self::Goodbye,
-            _ => return Err(WireError::bad("message.kind", byte, "1 to 9")),
+            10 => Self::Withdraw,
+            11 => Self::Withdrawn,
+            _ => return Err(WireError::bad("message.kind", byte, "1 to 11")),
         })
     }
 
@@ -117,6 +125,8 @@ impl Kind {
             Self::ReadCancel => "read cancel",
             Self::Service => "service",
             Self::Goodbye => "goodbye",
+            Self::Withdraw => "withdraw",
+            Self::Withdrawn => "withdrawn",
         }
     }
 }
@@ -160,6 +170,11 @@ pub enum Message<'a> {
     },
     /// The sender leaves and answers nothing more.
     Goodbye,
+    /// The sender gives these of its regions up, at least one: no read of them is to start any more.
+    Withdraw(RegionSet),
+    /// Answers [`Message::Withdraw`]: the sender has no operation on these regions of the receiver and
+    /// no key to them. It may answer in parts.
+    Withdrawn(RegionSet),
 }
 
 impl<'a> Message<'a> {
@@ -192,6 +207,8 @@ impl<'a> Message<'a> {
                 exactly::<()>("goodbye", body)?;
                 Self::Goodbye
             }
+            Kind::Withdraw => Self::Withdraw(withdraw::parse_body("withdraw", body)?),
+            Kind::Withdrawn => Self::Withdrawn(withdraw::parse_body("withdrawn", body)?),
         })
     }
 
@@ -208,6 +225,8 @@ impl<'a> Message<'a> {
             Self::ReadCancel { .. } => Kind::ReadCancel,
             Self::Service { .. } => Kind::Service,
             Self::Goodbye => Kind::Goodbye,
+            Self::Withdraw(_) => Kind::Withdraw,
+            Self::Withdrawn(_) => Kind::Withdrawn,
         }
         .name()
     }

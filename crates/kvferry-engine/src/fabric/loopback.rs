@@ -271,6 +271,16 @@ impl Fabric for LoopbackFabric {
         Ok(id)
     }
 
+    fn forget_key(&mut self, endpoint: EndpointId, key: KeyId) {
+        if self
+            .keys
+            .get(&key)
+            .is_some_and(|&(owner, _)| owner == endpoint)
+        {
+            self.keys.remove(&key);
+        }
+    }
+
     fn read(
         &mut self,
         endpoint: EndpointId,

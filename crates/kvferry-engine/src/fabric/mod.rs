@@ -218,6 +218,9 @@ pub trait Fabric {
     /// # Errors
     /// If the endpoint has no one-sided reads or the key is unreadable.
     fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError>;
+    /// Gives up a key before its endpoint ends. No operation uses it any more; a key of another
+    /// endpoint, or one that was given up, is left alone.
+    fn forget_key(&mut self, endpoint: EndpointId, key: KeyId);
     /// Posts a one-sided read.
     ///
     /// # Errors

@@ -204,6 +204,10 @@ pub(crate) fn handle(
         // Lost meanwhile, and so is what it shared.
         shared.same_host().remove(&peer.incarnation);
     }
+    if let Ok(same_host) = &same_host {
+        // Withdrawn while it was fetched.
+        same_host.forget_all(|region| greeted.life.is_withdrawn(region));
+    }
     let unknown = NativeReads::Unavailable("the engine has not started".into());
     let capabilities = shared.started.get().map(|started| &started.capabilities);
     let situation = Situation {
@@ -255,6 +259,7 @@ pub(crate) fn handle(
         lane,
         transports: greeted.transports,
         gone: greeted.gone,
+        life: greeted.life,
         same_host: same_host.ok(),
         description: greeted.description,
     })

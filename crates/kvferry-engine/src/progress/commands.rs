@@ -1,14 +1,13 @@
 //! What handles ask for.
 
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use super::core::{Core, ShutdownState};
 use super::greeting::LINGER;
 use super::peers::Phase;
 use super::registering::take_back;
-use crate::command::{Command, ReleaseRegion};
-use crate::counters::add;
+use crate::command::{Command, Holders};
+use crate::counters::subtract;
 use crate::error::TransferError;
 use crate::fabric::Fabric;
 
@@ -26,7 +25,7 @@ impl Core {
                     take_back(&registered, fabric);
                 }
             }
-            Command::Release(release) => self.release(release, fabric),
+            Command::Release(release) => self.release(release),
             Command::Connect(command) => self.connect(*command, fabric),
             Command::Disconnect { peer } => {
                 self.leave(peer.0, "we disconnected", || TransferError::Cancelled)
@@ -43,12 +42,18 @@ impl Core {
         }
     }
 
-    fn release(&mut self, release: ReleaseRegion, fabric: &mut dyn Fabric) {
-        if release.waiter.is_none() {
-            add(&self.counters().quarantined_regions, 1);
+    /// Gives a peer up that does not answer. Should it come back, it finds the goodbye and greets
+    /// again, instead of waiting for us in its turn.
+    pub(super) fn give_up(&mut self, id: u64, reason: &str) {
+        if self
+            .peers
+            .get(&id)
+            .is_some_and(super::peers::PeerState::is_ready)
+        {
+            self.leave(id, reason, || TransferError::PeerLost(reason.into()));
+        } else {
+            self.lose(id, reason);
         }
-        self.releases.push(release);
-        self.release_regions(fabric);
     }
 
     /// Says goodbye to a peer and ends it when that has left.
@@ -64,12 +69,14 @@ impl Core {
         self.push_message(id, kvferry_wire::encode_goodbye());
         if let Some(peer) = self.peers.get_mut(&id) {
             peer.jobs.clear();
+            peer.owed.clear();
             peer.phase = Phase::Leaving {
                 deadline,
                 reason: reason.into(),
                 was_ready: true,
             };
         }
+        self.asked.ending(id);
     }
 
     fn begin_shutdown(&mut self, deadline: Instant, reply: crossbeam::channel::Sender<()>) {
@@ -97,14 +104,11 @@ impl Core {
         }
         self.abandon_transfers(quiet);
         for release in self.releases.drain(..) {
-            if let Some((_, reply)) = release.waiter {
-                let _ = reply.send(0);
+            match release.waiter {
+                Some((_, reply)) => drop(reply.send(Holders::default())),
+                None => subtract(&self.shared.counters.quarantined_regions, 1),
             }
         }
-        self.shared
-            .counters
-            .quarantined_regions
-            .store(0, Ordering::Relaxed);
     }
 
     pub(super) fn answer_shutdown(&mut self) {

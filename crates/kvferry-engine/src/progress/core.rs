@@ -5,8 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Sender;
-use kvferry_wire::{Description, Incarnation, SEGMENT_HEADER_BYTES};
+use kvferry_wire::{Description, Incarnation, RegionSet, SEGMENT_HEADER_BYTES};
 
+use super::asked::Asked;
+use super::backoff::Backoff;
 use super::escalation::Escalations;
 use super::greeting::Stranger;
 use super::peers::PeerState;
@@ -63,6 +65,14 @@ pub(crate) struct Core {
     pub(super) active: VecDeque<u64>,
     pub(super) actions: Vec<Action>,
     pub(super) releases: Vec<ReleaseRegion>,
+    /// Whether some of them are new.
+    pub(super) released: bool,
+    /// Regions of theirs that peers were not asked about yet.
+    pub(super) unasked: RegionSet,
+    pub(super) asked: Asked,
+    pub(super) backoff: Backoff,
+    /// Peers whose withdrawals we have not answered.
+    pub(super) owing: Vec<u64>,
     pub(super) free_buffers: Vec<SendBuffer>,
     pub(super) flights: Flights,
     pub(super) escalations: Escalations,
@@ -103,6 +113,12 @@ impl Core {
                 next: Some(now),
             })
             .collect();
+        let config = &shared.config;
+        let (min, max) = (config.reconnect_backoff_min, config.reconnect_backoff_max);
+        // Random already.
+        let seed = shared.incarnation.to_bytes().into_iter();
+        let seed = seed.fold(0_u64, |seed, byte| seed.rotate_left(8) ^ u64::from(byte));
+        let backoff = Backoff::new(min, max, seed);
         Ok(Self {
             max_segment,
             shared,
@@ -116,6 +132,11 @@ impl Core {
             active: VecDeque::new(),
             actions: Vec::new(),
             releases: Vec::new(),
+            released: false,
+            unasked: RegionSet::default(),
+            asked: Asked::default(),
+            backoff,
+            owing: Vec::new(),
             free_buffers: Vec::new(),
             flights: Flights::default(),
             escalations: Escalations::default(),
@@ -146,6 +167,7 @@ impl Core {
                 for peer in self.peers.values_mut() {
                     peer.was_away(lost);
                 }
+                self.asked.was_away(lost);
             }
         }
         self.now = now;
@@ -172,7 +194,9 @@ impl Core {
                 }
             }
         }
-        any
+        // Behind the answers to greetings: before them, messages are nobody's.
+        any |= self.withdraw(fabric);
+        any | self.answer_withdrawals(fabric)
     }
 
     /// Marks a peer as having something to send or post.

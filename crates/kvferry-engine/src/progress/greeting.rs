@@ -50,6 +50,14 @@ impl Core {
                 Phase::Leaving { .. } | Phase::Lost => self.lose(id, "connected anew"),
             }
         }
+        if let Err(early) = self.backoff.check(&description, self.now) {
+            let _ = reply.send(Err(ConnectError::BackingOff {
+                peer: format!("{} {}", description.engine, description.rank),
+                retry_in: early.retry_in,
+                last: Box::new(early.last),
+            }));
+            return;
+        }
         let deadline = self.now + timeout;
         let phase = Phase::Greeting {
             since: self.now,
@@ -66,11 +74,13 @@ impl Core {
         );
         if let Err(source) = fabric.connect(EndpointId(id), &description.addresses) {
             let tried = fabric.capabilities().transports.clone();
-            let _ = reply.send(Err(ConnectError::Unreachable {
+            let error = ConnectError::Unreachable {
                 peer: name,
                 tried,
                 source,
-            }));
+            };
+            self.backoff.failed(&description, self.now, error.clone());
+            let _ = reply.send(Err(error));
             self.lose(id, "no endpoint could be made");
             return;
         }
@@ -96,7 +106,13 @@ impl Core {
 
     fn greeting(&self, expects: Incarnation) -> Result<Vec<u8>, String> {
         let from = self.shared.describe().ok_or("the engine has not started")?;
-        kvferry_wire::encode_hello(&Hello { expects, from }).map_err(|error| error.to_string())
+        let withdrawn = self.shared.catalog().withdrawn.clone();
+        let hello = Hello {
+            expects,
+            from,
+            withdrawn,
+        };
+        kvferry_wire::encode_hello(&hello).map_err(|error| error.to_string())
     }
 
     /// A whole greeting has come from an engine. If it is right, returns who greets; else it is
@@ -106,7 +122,7 @@ impl Core {
         source: Incarnation,
         connection: u32,
         hello: Hello,
-    ) -> Option<Description> {
+    ) -> Option<Hello> {
         if hello.from.incarnation != source {
             self.protocol_violation("a greeting in another engine's name");
             return None;
@@ -142,7 +158,7 @@ impl Core {
             self.refuse(hello.from, &reply);
             return None;
         }
-        Some(hello.from)
+        Some(hello)
     }
 
     /// Makes a peer of a stranger whose greeting was right.
@@ -174,6 +190,7 @@ impl Core {
                     "greeted by a peer"
                 );
                 let inbound = peer.inbound;
+                self.backoff.reached(&peer.description);
                 add(&self.counters().peers_connected, 1);
                 if let Some(connection) = inbound {
                     self.accept(id, connection);
@@ -191,6 +208,7 @@ impl Core {
         let reply = HelloReply::Accepted {
             incarnation: self.shared.incarnation,
             connection,
+            withdrawn: self.shared.catalog().withdrawn.clone(),
         };
         match kvferry_wire::encode_hello_reply(&reply) {
             Ok(message) => self.push_message(id, message),
@@ -244,13 +262,18 @@ impl Core {
             HelloReply::Accepted {
                 incarnation,
                 connection,
+                withdrawn,
             } => {
                 let id = self.greeting_on(connection).filter(|id| {
                     let peer = self.peers.get(id);
                     incarnation == source && peer.is_some_and(|peer| peer.incarnation() == source)
                 });
                 match id {
-                    Some(id) => self.actions.push(Action::Greeted(id)),
+                    Some(id) => {
+                        // Before anybody can read.
+                        self.learn_withdrawn(id, &withdrawn);
+                        self.actions.push(Action::Greeted(id));
+                    }
                     None => self.protocol_violation("an answer to a greeting that was not sent"),
                 }
                 id
@@ -300,6 +323,7 @@ impl Core {
         }
         let phase = std::mem::replace(&mut peer.phase, Phase::Ready);
         peer.transports = fabric.transports(EndpointId(id));
+        self.backoff.reached(&peer.description);
         add(&self.counters().peers_connected, 1);
         if let Phase::Greeting { waiters, .. } = phase {
             for waiter in waiters {
@@ -329,14 +353,15 @@ impl Core {
             let (name, tried) = (peer.name(), peer.transports.clone());
             if let Phase::Greeting { since, waiters, .. } = &mut peer.phase {
                 let waited = now.duration_since(*since);
+                let error = ConnectError::NoAnswer {
+                    peer: name,
+                    tried,
+                    waited,
+                };
                 for waiter in std::mem::take(waiters) {
-                    let error = ConnectError::NoAnswer {
-                        peer: name.clone(),
-                        tried: tried.clone(),
-                        waited,
-                    };
-                    let _ = waiter.send(Err(error));
+                    let _ = waiter.send(Err(error.clone()));
                 }
+                self.backoff.failed(&peer.description, now, error);
             }
             self.lose(id, "the greeting was not answered in time");
         }

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use kvferry_wire::{Incarnation, Message, ReadRequest, Segment, TransferId};
+use kvferry_wire::{Incarnation, Message, ReadRequest, RejectCode, Segment, TransferId};
 
 use super::core::Core;
 use super::greeting::{MAX_STRANGERS, Stranger};
 use super::peers::{Endpoint, Phase};
-use crate::counters::add;
+use crate::counters::{add, subtract};
 use crate::error::TransferError;
 use crate::fabric::{CopyEnd, EndpointId, FabricError, ReadToken, SendBuffer, Sink};
 use crate::lane::served::ServeJob;
@@ -88,7 +88,10 @@ impl Core {
             && peer.inbound == Some(connection)
         {
             peer.last_heard = self.now;
-            peer.suspect = false;
+            if peer.set_suspect(false) {
+                subtract(&self.shared.counters.peers_suspect, 1);
+                tracing::info!(peer = %peer.name(), "a suspect peer is heard again");
+            }
             // Out while it delivers, so that what it delivers can change the peer's state.
             let Some(mut inbox) = peer.inbox.take() else {
                 return;
@@ -169,15 +172,18 @@ impl Core {
         };
         match Message::parse(bytes) {
             Ok(Message::Hello(hello)) => {
-                let from = self.hello(source, connection, hello)?;
-                Some(match unbound {
+                let hello = self.hello(source, connection, hello)?;
+                let withdrawn = hello.withdrawn;
+                let id = match unbound {
                     // Both sides greeted at once: theirs is answered here, ours will be there.
                     Some(id) => {
                         self.accept(id, connection);
                         id
                     }
-                    None => self.welcome(from, connection),
-                })
+                    None => self.welcome(hello.from, connection),
+                };
+                self.learn_withdrawn(id, &withdrawn);
+                Some(id)
             }
             Ok(Message::HelloReply(reply)) => self
                 .hello_reply(source, reply)
@@ -245,6 +251,8 @@ impl Core {
             Message::ReadCancel { transfer } => self.stop_serving(peer, transfer),
             Message::Service { channel, payload } => self.service(peer, source, channel, payload),
             Message::Goodbye => self.lose(peer, "it said goodbye"),
+            Message::Withdraw(regions) => self.withdrawn_by(peer, regions),
+            Message::Withdrawn(regions) => self.let_go(peer, &regions),
         }
     }
 
@@ -278,18 +286,28 @@ impl Core {
         let job = if !matches!(state.phase, Phase::Ready | Phase::Greeting { .. }) {
             Err(kvferry_wire::ReadRejected {
                 transfer,
-                code: kvferry_wire::RejectCode::Withdrawn,
+                code: RejectCode::Withdrawn,
                 detail: request.tables().next().map_or(0, u64::from),
             })
         } else if state.jobs.len() >= MAX_JOBS || waiting + bytes.len() > MAX_JOB_BYTES {
             Err(kvferry_wire::ReadRejected {
                 transfer,
-                code: kvferry_wire::RejectCode::Busy,
+                code: RejectCode::Busy,
                 detail: state.jobs.len() as u64,
             })
         } else {
             let catalog = self.shared.catalog();
-            ServeJob::new(request, bytes, |id| catalog.table(id).cloned())
+            let job = ServeJob::new(request, bytes, |id| catalog.table(id).cloned());
+            // Tables that were are not unknown: the read may have crossed with their withdrawal.
+            job.map_err(|rejected| match rejected.code {
+                RejectCode::UnknownTable if rejected.detail < u64::from(catalog.next_table) => {
+                    kvferry_wire::ReadRejected {
+                        code: RejectCode::Withdrawn,
+                        ..rejected
+                    }
+                }
+                _ => rejected,
+            })
         };
         match job {
             Ok(job) => {

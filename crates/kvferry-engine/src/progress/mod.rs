@@ -7,6 +7,8 @@
 //! [`Core`] holds the state and is the fabric's [`Sink`](crate::fabric::Sink): a report changes
 //! state and queues work, and never calls the fabric.
 
+mod asked;
+mod backoff;
 mod commands;
 mod core;
 mod escalation;
@@ -18,6 +20,7 @@ mod pump;
 mod registering;
 mod timers;
 mod transfers;
+mod withdraw;
 
 use std::num::NonZeroUsize;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -5,15 +5,15 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Sender;
-use kvferry_wire::{Description, Incarnation, TransferId};
+use kvferry_wire::{Description, Incarnation, RegionSet, TransferId};
 
 use super::core::{Action, Core};
-use crate::counters::add;
+use crate::counters::{add, subtract};
 use crate::error::{ConnectError, TransferError};
 use crate::fabric::{EndpointId, Fabric, KeyId};
 use crate::lane::served::ServeJob;
 use crate::message::{Inbox, Outbox};
-use crate::peer::Greeted;
+use crate::peer::{Greeted, Life};
 use crate::service::PeerId;
 
 /// Somebody who waits for a greeting to be answered.
@@ -53,6 +53,7 @@ pub(super) struct PeerState {
     pub(super) endpoint: Endpoint,
     pub(super) transports: String,
     pub(super) gone: Arc<OnceLock<String>>,
+    pub(super) life: Arc<Life>,
     pub(super) outbox: Outbox,
     /// The next sequence number to send.
     pub(super) sequence: u64,
@@ -71,8 +72,9 @@ pub(super) struct PeerState {
     pub(super) bytes_in_flight: u64,
     /// The peer's regions and their chunks whose keys were imported.
     pub(super) keys: HashMap<(u32, u64), KeyId>,
+    /// Withdrawals of the peer that we have not answered.
+    pub(super) owed: Vec<RegionSet>,
     pub(super) last_heard: Instant,
-    pub(super) suspect: bool,
     pub(super) last_ping: Instant,
     /// The segment that is missing while later ones are there, and since when.
     pub(super) gap: Option<(u64, Instant)>,
@@ -95,6 +97,11 @@ impl PeerState {
 
     pub(super) fn is_ready(&self) -> bool {
         matches!(self.phase, Phase::Ready)
+    }
+
+    /// Says whether it has been silent for too long; true if that is news.
+    pub(super) fn set_suspect(&self, suspect: bool) -> bool {
+        self.life.set_suspect(suspect) != suspect
     }
 
     /// Time that our own thread was away is not held against the peer.
@@ -153,6 +160,7 @@ impl Core {
             endpoint: Endpoint::None,
             transports: String::new(),
             gone: Arc::default(),
+            life: Arc::default(),
             outbox: Outbox::default(),
             sequence: 0,
             inbound,
@@ -163,8 +171,8 @@ impl Core {
             reads_in_flight: 0,
             bytes_in_flight: 0,
             keys: HashMap::new(),
+            owed: Vec::new(),
             last_heard: self.now,
-            suspect: false,
             last_ping: self.now,
             gap: None,
             queued: false,
@@ -205,6 +213,7 @@ impl Core {
             transports: peer.transports.clone(),
             native: fabric.native_reads(EndpointId(id)),
             gone: Arc::clone(&peer.gone),
+            life: Arc::clone(&peer.life),
         })
     }
 
@@ -227,6 +236,11 @@ impl Core {
         peer.jobs.clear();
         peer.reads.clear();
         peer.outbox = Outbox::default();
+        peer.owed.clear();
+        if peer.set_suspect(false) {
+            subtract(&self.shared.counters.peers_suspect, 1);
+        }
+        self.asked.ending(id);
         let incarnation = peer.incarnation();
         let endpoint = peer.endpoint;
         let tried = peer.transports.clone();
@@ -236,13 +250,18 @@ impl Core {
         }
         match phase {
             Phase::Greeting { waiters, .. } => {
+                let lost = ConnectError::Lost {
+                    peer: name,
+                    tried,
+                    reason: reason.into(),
+                };
+                // Nobody waits any more if it was refused or not answered.
+                if !waiters.is_empty() {
+                    self.backoff
+                        .failed(&peer.description, self.now, lost.clone());
+                }
                 for waiter in waiters {
-                    let lost = ConnectError::Lost {
-                        peer: name.clone(),
-                        tried: tried.clone(),
-                        reason: reason.into(),
-                    };
-                    let _ = waiter.send(Err(lost));
+                    let _ = waiter.send(Err(lost.clone()));
                 }
             }
             Phase::Leaving {
@@ -279,5 +298,6 @@ impl Core {
     /// The endpoint is closed and everything on it was reported: nothing is left of the peer.
     pub(super) fn forget_peer(&mut self, id: u64) {
         self.peers.remove(&id);
+        self.asked.gone(id);
     }
 }

@@ -1,14 +1,12 @@
 //! Deadlines: transfers, peers, services, regions, the shutdown.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::core::Core;
 use super::peers::Phase;
-use crate::counters::{add, subtract};
+use crate::counters::add;
 use crate::error::TransferError;
 use crate::fabric::Fabric;
-use crate::region::RegionInner;
 
 impl Core {
     /// Judges what is due. True if anything was.
@@ -22,6 +20,7 @@ impl Core {
             self.peer_timers();
             self.schedule_peer_tick();
         }
+        any |= self.withdrawal_timers();
         any | self.release_regions(fabric)
     }
 
@@ -39,6 +38,7 @@ impl Core {
             self.escalations.next(),
             services,
             self.next_peer_tick,
+            self.next_withdrawal_deadline(),
             releases,
             shutdown,
         ]
@@ -62,6 +62,7 @@ impl Core {
         let now = self.now;
         let silent = |since: Instant| now.saturating_duration_since(since);
         let (mut quiet, mut suspects, mut dead, mut leaving) = (vec![], vec![], vec![], vec![]);
+        let mut silent_ones = vec![];
         for peer in self.peers.values_mut() {
             let missing = peer.inbox.as_ref().and_then(|inbox| inbox.missing());
             peer.gap = missing.map(|next| match peer.gap {
@@ -72,17 +73,18 @@ impl Core {
                 Phase::Ready => {
                     let silence = silent(peer.last_heard);
                     if silence >= dead_after {
-                        dead.push((peer.id, format!("silent for {} ms", silence.as_millis())));
+                        silent_ones
+                            .push((peer.id, format!("silent for {} ms", silence.as_millis())));
                     } else if peer
                         .gap
                         .is_some_and(|(_, since)| silent(since) >= suspect_after)
                     {
                         dead.push((peer.id, "a segment of it is missing".into()));
                     } else if silence >= suspect_after {
-                        if !peer.suspect {
+                        if peer.set_suspect(true) {
+                            add(&self.shared.counters.peers_suspect, 1);
                             tracing::warn!(peer = %peer.name(), ?silence, "peer is suspect");
                         }
-                        peer.suspect = true;
                         suspects.push((peer.id, silence));
                     }
                     // On silence alone: a peer that only receives says nothing by itself.
@@ -112,47 +114,12 @@ impl Core {
                 waited,
             });
         }
+        for (id, reason) in silent_ones {
+            self.give_up(id, &reason);
+        }
         for (id, reason) in dead.into_iter().chain(leaving) {
             self.lose(id, &reason);
         }
-    }
-
-    /// Gives up regions that nothing uses any more, and answers those who waited long enough.
-    pub(super) fn release_regions(&mut self, fabric: &mut dyn Fabric) -> bool {
-        if self.releases.is_empty() {
-            return false;
-        }
-        let (now, before) = (self.now, self.releases.len());
-        let mut given_up: Vec<Arc<RegionInner>> = Vec::new();
-        let counters = &self.shared.counters;
-        self.releases.retain_mut(|release| {
-            let operations = release.region.operations();
-            if operations == 0 {
-                given_up.push(Arc::clone(&release.region));
-                // Whoever waits may unmap as soon as he is told: tell him below, after the fabric.
-                return true;
-            }
-            if let Some((_, reply)) = release.waiter.take_if(|(until, _)| *until <= now) {
-                // Counted first, so that whoever is told finds it counted.
-                add(&counters.quarantined_regions, 1);
-                let _ = reply.send(operations);
-            }
-            true
-        });
-        for handle in given_up.iter().flat_map(|region| &region.handles) {
-            fabric.deregister(*handle);
-        }
-        self.releases.retain_mut(|release| {
-            if !given_up.iter().any(|gone| gone.id == release.region.id) {
-                return true;
-            }
-            match release.waiter.take() {
-                Some((_, reply)) => drop(reply.send(0)),
-                None => subtract(&counters.quarantined_regions, 1),
-            }
-            false
-        });
-        self.releases.len() != before
     }
 
     /// True when the engine has been shut down and nothing more needs to leave.

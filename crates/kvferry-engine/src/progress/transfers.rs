@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvferry_wire::{BlockRun, TransferId, WireError};
+use kvferry_wire::{BlockRun, RegionSet, RejectCode, TransferId, WireError};
 
 use super::core::Core;
 use super::escalation::Tried;
@@ -44,6 +44,8 @@ pub(super) struct TransferState {
     timeout: Duration,
     deadline: Instant,
     cell: Arc<TransferCell>,
+    /// The peer was asked for a stream.
+    requested: bool,
     /// It has its outcome and waits for quiet.
     pub(super) ended: bool,
     /// What was done for that.
@@ -53,6 +55,31 @@ pub(super) struct TransferState {
 }
 
 impl TransferState {
+    /// The peer's first table of this transfer that lies in one of its regions `regions`, unless
+    /// the peer itself reads it for us.
+    fn table_in(&self, regions: &RegionSet) -> Option<u32> {
+        let mut tables = self.tables.iter().filter(|_| self.lane != Lane::Served);
+        let found = tables.find(|pair| regions.contains(pair.remote.region));
+        found.map(|pair| pair.remote.id)
+    }
+
+    /// Why it fails at once although the peer is connected.
+    fn refusal(&self, peer: &super::peers::PeerState, now: Instant) -> Option<TransferError> {
+        let mut tables = self.tables.iter();
+        // Withdrawn between the call and now.
+        if let Some(pair) = tables.find(|pair| peer.life.is_withdrawn(pair.remote.region)) {
+            return Some(TransferError::Rejected {
+                code: RejectCode::Withdrawn,
+                detail: u64::from(pair.remote.id),
+            });
+        }
+        peer.life.is_suspect().then(|| TransferError::Stalled {
+            done: 0,
+            total: self.total,
+            waited: now.saturating_duration_since(peer.last_heard),
+        })
+    }
+
     /// The request for the served lane.
     fn request(&self, id: TransferId) -> Result<Vec<u8>, WireError> {
         let tables: Vec<u32> = self.tables.iter().map(|pair| pair.remote.id).collect();
@@ -131,6 +158,24 @@ impl Transfers {
             .collect()
     }
 
+    /// Transfers from these regions of a peer that read one-sidedly and have something left to post:
+    /// their slots, and the first such table.
+    pub(super) fn to_be_posted(&self, peer: u64, regions: &RegionSet) -> Vec<(u32, u32)> {
+        let of_peer = self.occupied().filter(|(_, state)| {
+            state.peer == peer && !state.ended && !state.cursor.is_behind(&state.tables)
+        });
+        of_peer
+            .filter_map(|(slot, state)| Some((slot, state.table_in(regions)?)))
+            .collect()
+    }
+
+    /// Whether a one-sided operation on these regions of a peer is under way.
+    pub(super) fn touches(&self, peer: u64, regions: &RegionSet) -> bool {
+        self.occupied().any(|(_, state)| {
+            state.peer == peer && state.in_flight > 0 && state.table_in(regions).is_some()
+        })
+    }
+
     fn occupied(&self) -> impl Iterator<Item = (u32, &TransferState)> {
         self.slots
             .iter()
@@ -153,9 +198,17 @@ impl Core {
             .peers
             .get(&peer)
             .is_some_and(super::peers::PeerState::is_ready);
+        let refusal = self
+            .peers
+            .get(&peer)
+            .and_then(|peer| state.refusal(peer, self.now));
         let id = self.transfers.insert(state);
         if !ready {
             self.end_transfer(id.slot, Err(TransferError::PeerLost("it is gone".into())));
+            return;
+        }
+        if let Some(error) = refusal {
+            self.end_transfer(id.slot, Err(error));
             return;
         }
         if lane != Lane::Served {
@@ -169,7 +222,10 @@ impl Core {
             return;
         };
         match state.request(id) {
-            Ok(message) => self.push_message(peer, message),
+            Ok(message) => {
+                state.requested = true;
+                self.push_message(peer, message);
+            }
             Err(error) => {
                 self.end_transfer(id.slot, Err(TransferError::Request(error.to_string())));
             }
@@ -220,6 +276,7 @@ impl Core {
             timeout,
             deadline,
             cell,
+            requested: false,
             ended: false,
             tried: Tried::default(),
             span: tracing::debug_span!("transfer", number, peer = peer.0, %lane, bytes = total),
@@ -299,9 +356,9 @@ impl Core {
             return;
         }
         state.ended = true;
-        let (peer, lane) = (state.peer, state.lane);
+        let peer = state.peer;
         // What the peer ended itself, or was lost with it, needs no cancel.
-        let streams_on = lane == Lane::Served
+        let streams_on = state.requested
             && matches!(
                 &outcome,
                 Err(TransferError::Cancelled

@@ -135,9 +135,9 @@ impl SameHost {
         }
     }
 
-    /// Forgets a region; its mapping goes with the last copy out of it.
-    pub(crate) fn forget(&self, region: u32) {
-        self.pools().remove(&region);
+    /// Forgets regions; their mappings go with the last copies out of them.
+    pub(crate) fn forget_all(&self, withdrawn: impl Fn(u32) -> bool) {
+        self.pools().retain(|&region, _| !withdrawn(region));
     }
 
     pub(crate) fn process(&self) -> Result<&RemoteProcess, &str> {

@@ -129,6 +129,26 @@ impl Memory {
         Err(FabricError::new(call, reason))
     }
 
+    /// Keys that are imported.
+    #[cfg(test)]
+    pub(super) fn keys(&self) -> usize {
+        self.keys.len()
+    }
+
+    /// Gives up one key of an endpoint, which no operation uses any more.
+    pub(super) fn forget_key(&mut self, endpoint: EndpointId, key: KeyId) {
+        if self
+            .keys
+            .get(&key)
+            .is_some_and(|key| key.endpoint == endpoint)
+            && let Some(key) = self.keys.remove(&key)
+        {
+            // SAFETY: unpacked by `import_key`, destroyed once, in use by no operation (the caller's
+            // promise), and its worker is live: keys are dropped from the map with it.
+            unsafe { ucp_rkey_destroy(key.handle) };
+        }
+    }
+
     /// Gives up the keys of an endpoint whose operations have all ended.
     pub(super) fn forget_keys(&mut self, endpoint: EndpointId) {
         self.keys.retain(|_, key| {

@@ -449,6 +449,10 @@ impl Fabric for UcxFabric {
         memory.import_key(endpoint, link, key)
     }
 
+    fn forget_key(&mut self, endpoint: EndpointId, key: KeyId) {
+        self.memory.forget_key(endpoint, key);
+    }
+
     fn read(
         &mut self,
         endpoint: EndpointId,

@@ -241,6 +241,38 @@ fn c73_a_key_is_refused_on_another_endpoint() {
     assert!(a.sink.reads.is_empty());
 }
 
+/// A key ends alone: the endpoint and its other keys go on, and the key's number is refused.
+#[test]
+fn a_key_can_be_given_up_before_its_endpoint() {
+    let (mut a, mut b, source, to_b, key) = reader_and_source(4096);
+    let packed = b.fabric.register(&region(64)).unwrap().key.unwrap();
+    let other = a.fabric.import_key(to_b, &packed).unwrap();
+    let again = a.connect(2, &b);
+    let target = region(4096);
+    let local_handle = a.fabric.register(&target).unwrap().handle;
+    let operation = ReadOperation {
+        key,
+        remote_address: source.address(),
+        local: &target,
+        local_handle,
+        local_offset: 0,
+        bytes: 4096,
+    };
+    // Another endpoint's is left alone; so is what is not there.
+    a.fabric.forget_key(again, key);
+    a.fabric.forget_key(to_b, other);
+    a.fabric.forget_key(to_b, other);
+    a.read(to_b, 1, &operation).unwrap();
+    until(&mut [&mut a, &mut b], "the read", |nodes| {
+        nodes[0].sink.reads.len() == 1
+    });
+    assert_eq!(bytes_of(&target), pattern(5, 4096));
+    a.fabric.forget_key(to_b, key);
+    let error = a.read(to_b, 2, &operation).unwrap_err();
+    assert!(error.status.contains("there is no key number"), "{error}");
+    assert_eq!(a.fabric.memory.keys(), 0);
+}
+
 #[test]
 fn without_a_data_context_there_is_nothing_to_read_with() {
     let (mut a, b) = (Node::new(false), Node::new(true));

@@ -94,6 +94,9 @@ impl Fabric for SlowEnd {
     fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError> {
         self.fabric.import_key(endpoint, key)
     }
+    fn forget_key(&mut self, endpoint: EndpointId, key: KeyId) {
+        self.fabric.forget_key(endpoint, key);
+    }
     fn read(
         &mut self,
         endpoint: EndpointId,

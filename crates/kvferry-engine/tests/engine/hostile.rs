@@ -1,11 +1,13 @@
 //! A peer that speaks the protocol and means harm, made of a bare fabric.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use kvferry_engine::fabric::{CopyEnd, EndpointId, ReadToken, SendBuffer, Sink};
 use kvferry_engine::wire::{
-    Description, HelloReply, Incarnation, Message, SEGMENT_HEADER_BYTES, Segment, SegmentBody,
-    SegmentHeader, TransferId, encode_hello_reply,
+    Description, HelloReply, Incarnation, Message, RegionRange, RegionSet, SEGMENT_HEADER_BYTES,
+    Segment, SegmentBody, SegmentHeader, TransferId, encode_hello_reply, encode_withdraw,
+    encode_withdrawn,
 };
 use kvferry_engine::{
     BlockPair, Engine, Fabric, FabricError, LaneChoice, LoopbackFabric, LoopbackNetwork, Peer,
@@ -39,6 +41,8 @@ struct Hostile {
     me: Incarnation,
     engine: Incarnation,
     sequence: u64,
+    /// Segments that nobody was interested in yet.
+    heard: VecDeque<Vec<u8>>,
 }
 
 impl Hostile {
@@ -48,8 +52,9 @@ impl Hostile {
         loop {
             let mut heard = Heard::default();
             self.fabric.progress(&mut heard);
-            for bytes in &heard.0 {
-                let segment = Segment::parse(bytes).unwrap();
+            self.heard.extend(heard.0);
+            while let Some(bytes) = self.heard.pop_front() {
+                let segment = Segment::parse(&bytes).unwrap();
                 let message = Message::parse(segment.payload).unwrap();
                 if let Some(found) = interest(&segment.header, message) {
                     return found;
@@ -75,6 +80,17 @@ impl Hostile {
         self.fabric.send(TO_ENGINE, buffer).unwrap();
     }
 
+    fn message(&mut self, message: &[u8]) {
+        const PIECE: usize = 4000;
+        for (n, piece) in message.chunks(PIECE).enumerate() {
+            let body = SegmentBody::Message {
+                message_bytes: message.len() as u32,
+                offset: (n * PIECE) as u32,
+            };
+            self.say(body, piece);
+        }
+    }
+
     fn data(&mut self, transfer: TransferId, offset: u64, payload: &[u8]) {
         self.say(SegmentBody::Data { transfer, offset }, payload);
     }
@@ -91,6 +107,7 @@ fn reading() -> (Side, Peer, Transfer, Hostile, TransferId) {
         me: Incarnation::random().unwrap(),
         engine: consumer.engine.incarnation(),
         sequence: 0,
+        heard: VecDeque::new(),
     };
     let description = Description {
         incarnation: hostile.me,
@@ -109,6 +126,7 @@ fn reading() -> (Side, Peer, Transfer, Hostile, TransferId) {
     let accepted = encode_hello_reply(&HelloReply::Accepted {
         incarnation: hostile.me,
         connection,
+        withdrawn: RegionSet::default(),
     })
     .unwrap();
     let whole = SegmentBody::Message {
@@ -194,5 +212,57 @@ fn a_segment_that_never_comes_costs_the_connection() {
     until("the loss", || peer.gone().is_some());
     assert_eq!(peer.gone(), Some("a segment of it is missing"));
     transfer.wait(PATIENCE).unwrap().unwrap_err();
+    assert!(consumer.engine.describe().is_ok(), "the engine lives");
+}
+
+/// Withdrawals that name everything, again and again, and answers to questions that nobody asked.
+#[test]
+fn withdrawals_without_sense_cost_nothing() {
+    let (consumer, peer, transfer, mut hostile, id) = reading();
+    let all = RegionSet::from_ranges(vec![RegionRange {
+        first: 0,
+        last: u32::MAX,
+    }])
+    .unwrap();
+    for _ in 0..200 {
+        hostile.message(&encode_withdraw(&all).unwrap());
+        hostile.message(&encode_withdrawn(&all).unwrap());
+    }
+    let answered = hostile.hear(|_, message| match message {
+        Message::Withdrawn(regions) => Some(regions),
+        _ => None,
+    });
+    assert_eq!(answered, all);
+    // The stream that was asked for before goes on: the peer itself reads for it.
+    hostile.data(id, 0, &[1; 256]);
+    assert_eq!(transfer.wait(PATIENCE).unwrap().unwrap().bytes, 256);
+    let error = peer
+        .read(&with_tables(&consumer, &peer), &[BlockPair::new(0, 0)])
+        .unwrap_err();
+    assert!(error.to_string().contains("withdrawn region 0"), "{error}");
+    let Side {
+        engine, _region, ..
+    } = consumer;
+    // Our own is still asked for, and answered by who was asked.
+    let giving_up = std::thread::spawn(move || _region.deregister(PATIENCE));
+    let asked = hostile.hear(|_, message| match message {
+        Message::Withdraw(regions) => Some(regions),
+        _ => None,
+    });
+    hostile.message(&encode_withdrawn(&asked).unwrap());
+    giving_up.join().unwrap().unwrap();
+    assert_eq!(engine.counters().peers_lost, 0);
+}
+
+/// No engine leaves so many gaps; remembering them would cost memory without end.
+#[test]
+fn a_peer_that_withdraws_in_too_many_pieces_is_lost() {
+    let (consumer, peer, _transfer, mut hostile, _) = reading();
+    for part in 0..4_u32 {
+        let ids = (0..4000).map(|n| 2 * (part * 4000 + n));
+        hostile.message(&encode_withdraw(&ids.collect()).unwrap());
+    }
+    until("the loss", || peer.gone().is_some());
+    assert!(peer.gone().unwrap().contains("ranges"), "{:?}", peer.gone());
     assert!(consumer.engine.describe().is_ok(), "the engine lives");
 }

@@ -13,4 +13,6 @@ mod memory;
 mod messages;
 mod peers;
 mod reads;
+mod reconnect;
 mod support;
+mod withdraw;

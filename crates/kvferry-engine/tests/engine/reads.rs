@@ -206,32 +206,6 @@ fn bad_reads_are_refused_by_name_and_disturb_nobody() {
 }
 
 #[test]
-fn a_read_of_a_table_that_was_withdrawn_is_rejected() {
-    for kind in kinds() {
-        let producer = side(engine(&kind, "producer"), 1, 8, 64, 0);
-        let consumer = side(engine(&kind, "consumer"), 1, 8, 64, 0);
-        let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
-        let tables = with_tables(&consumer, &peer);
-        let Side {
-            engine: producer_engine,
-            _region: region,
-            ..
-        } = producer;
-        region.deregister(PATIENCE).unwrap();
-        let outcome = peer
-            .read(&tables, &[BlockPair::new(0, 0)])
-            .unwrap()
-            .wait(PATIENCE)
-            .unwrap();
-        let error = outcome.unwrap_err();
-        assert!(matches!(error, TransferError::Rejected { .. }), "{error}");
-        assert_eq!(error.class(), kvferry_engine::ErrorClass::Rejected);
-        assert_eq!(producer_engine.counters().reads_rejected, 1);
-        assert!(peer.gone().is_none(), "a refusal closes nothing");
-    }
-}
-
-#[test]
 fn a_cancelled_transfer_ends_once_and_later_ones_work() {
     for kind in kinds() {
         let producer = side(engine(&kind, "producer"), 1, 4096, 4096, 0);

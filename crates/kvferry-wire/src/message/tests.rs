@@ -134,11 +134,25 @@ fn a_service_message_fills_a_message_and_no_more() {
 fn kinds_have_names() {
     let pong = encode_pong(1);
     assert_eq!(Message::parse(&pong).unwrap().kind_name(), "pong");
-    for number in 1..=9 {
+    for number in 1..=11 {
         assert_eq!(Kind::parse(number).unwrap() as u8, number);
     }
-    let names: std::collections::HashSet<_> = (1..=9)
+    let names: std::collections::HashSet<_> = (1..=11)
         .map(|number| Kind::parse(number).unwrap().name())
         .collect();
-    assert_eq!(names.len(), 9);
+    assert_eq!(names.len(), 11);
+}
+
+#[test]
+fn a_withdrawal_names_at_least_one_region_and_not_too_many() {
+    let empty = RegionSet::default();
+    assert_eq!(field(encode_withdraw(&empty)), "regions");
+    assert_eq!(field(encode_withdrawn(&empty)), "regions");
+    let apart = |count: usize| (0..count as u32).map(|n| 2 * n).collect::<RegionSet>();
+    let most = apart(crate::regions::MAX_REGION_RANGES);
+    let bytes = encode_withdraw(&most).unwrap();
+    assert_eq!(bytes.len(), bytes.capacity());
+    assert_eq!(Message::parse(&bytes), Ok(Message::Withdraw(most)));
+    let more = apart(crate::regions::MAX_REGION_RANGES + 1);
+    assert_eq!(field(encode_withdraw(&more)), "regions");
 }

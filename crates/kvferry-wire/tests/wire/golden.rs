@@ -142,20 +142,23 @@ fn fixed_layouts_are_as_documented() {
             "6b660102{source}{destination}{sequence}{connection}0d0c0b0a060000000000000000010000"
         ) + "6665727279"
     );
-    assert_eq!(hex("message", "ping"), "010300008877665544332211");
-    assert_eq!(hex("message", "pong"), "010400008877665544332211");
+    assert_eq!(hex("message", "ping"), "020300008877665544332211");
+    assert_eq!(hex("message", "pong"), "020400008877665544332211");
     assert_eq!(
         hex("message", "read"),
-        "010500000d0c0b0a06000000020000000200000003000000040000000500000002000000".to_owned()
+        "020500000d0c0b0a06000000020000000200000003000000040000000500000002000000".to_owned()
             + "8403000001000000"
     );
     assert_eq!(
         hex("message", "read-rejected"),
-        "010600000d0c0b0a06000000efcdab896745230102"
+        "020600000d0c0b0a06000000efcdab896745230102"
     );
-    assert_eq!(hex("message", "read-cancel"), "010700000d0c0b0a06000000");
-    assert_eq!(hex("message", "service"), "010802017061796c6f6164");
-    assert_eq!(hex("message", "goodbye"), "01090000");
+    assert_eq!(hex("message", "read-cancel"), "020700000d0c0b0a06000000");
+    assert_eq!(hex("message", "service"), "020802017061796c6f6164");
+    assert_eq!(hex("message", "goodbye"), "02090000");
+    let regions = "02000000070000000900000004030201".to_owned() + "04030201";
+    assert_eq!(hex("message", "withdraw"), format!("020a0000{regions}"));
+    assert_eq!(hex("message", "withdrawn"), format!("020b0000{regions}"));
     assert_eq!(
         hex("lease", "release"),
         format!("0101{instance}0700000000000000{reader}020000000d00")

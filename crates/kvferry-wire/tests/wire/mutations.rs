@@ -51,8 +51,8 @@ fn segment(rest: Vec<Field>) -> Vec<Field> {
 
 fn message(rest: Vec<Field>) -> Vec<Field> {
     let mut fields = vec![
-        bad([[0], [2], [255]], "message"),
-        bad([[0], [10], [255]], "message.kind"),
+        bad([[0], [1], [3], [255]], "message"),
+        bad([[0], [12], [255]], "message.kind"),
         bad([[1, 0], [0, 1]], "message.channel"),
     ];
     fields.extend(rest);
@@ -66,6 +66,33 @@ fn lease(rest: Vec<Field>) -> Vec<Field> {
     ];
     fields.extend(rest);
     fields
+}
+
+/// Two ranges of region ids: 7 to 9, and 0x01020304 alone.
+fn regions(name: &'static str) -> Vec<Field> {
+    vec![
+        or(
+            or(
+                bad([[0; 4], [3, 0x10, 0, 0], [255; 4]], "regions"),
+                [1, 0, 0, 0],
+                name,
+            ),
+            [3, 0, 0, 0],
+            name,
+        ),
+        bad([[10, 0, 0, 0], [255; 4]], "regions.last"),
+        or(
+            bad([[6, 0, 0, 0], [0; 4]], "regions.last"),
+            [3, 3, 2, 1],
+            "regions.first",
+        ),
+        or(
+            bad([[7, 0, 0, 0], [10, 0, 0, 0]], "regions.first"),
+            [5, 3, 2, 1],
+            "regions.last",
+        ),
+        bad([[0; 4], [3, 3, 2, 1]], "regions.last"),
+    ]
 }
 
 fn generation() -> Field {
@@ -152,13 +179,15 @@ fn layouts() -> Vec<(&'static str, &'static str, Vec<Field>)> {
             "message",
             "service",
             vec![
-                bad([[0], [2], [255]], "message"),
-                bad([[0], [10], [255]], "message.kind"),
+                bad([[0], [1], [3], [255]], "message"),
+                bad([[0], [12], [255]], "message.kind"),
                 free(2),
                 free(7),
             ],
         ),
         ("message", "goodbye", message(vec![])),
+        ("message", "withdraw", message(regions("withdraw"))),
+        ("message", "withdrawn", message(regions("withdrawn"))),
         (
             "lease",
             "release",

@@ -6,11 +6,11 @@ use kvferry_wire::{
     Addresses, BlockRun, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
     DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
     Incarnation, Instance, Interior, LeaseId, LeaseMessage, MemoryKind, Message, Rank,
-    ReadRejected, ReaderId, RegionDescription, RejectCode, RequestId, SEGMENT_HEADER_BYTES,
-    Segment, SegmentBody, SegmentHeader, TableDescription, TransferId, UcxVersion, Verdict,
-    directory::FRAME_HEADER_BYTES, encode_hello, encode_hello_reply, encode_read,
-    encode_read_cancel, encode_read_rejected, encode_release, encode_released, encode_renew,
-    encode_renewed, encode_service,
+    ReadRejected, ReaderId, RegionDescription, RegionSet, RejectCode, RequestId,
+    SEGMENT_HEADER_BYTES, Segment, SegmentBody, SegmentHeader, TableDescription, TransferId,
+    UcxVersion, Verdict, directory::FRAME_HEADER_BYTES, encode_hello, encode_hello_reply,
+    encode_read, encode_read_cancel, encode_read_rejected, encode_release, encode_released,
+    encode_renew, encode_renewed, encode_service, encode_withdraw, encode_withdrawn,
 };
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
@@ -194,6 +194,11 @@ prop_compose! {
     }
 }
 
+fn regions() -> impl Strategy<Value = RegionSet> {
+    let ids = prop_oneof![0..50_u32, any::<u32>(), Just(u32::MAX)];
+    vec(ids, 0..20).prop_map(RegionSet::from_iter)
+}
+
 fn hello_reply() -> impl Strategy<Value = HelloReply> {
     let code = select(vec![
         HelloRejectCode::WrongIncarnation,
@@ -202,10 +207,13 @@ fn hello_reply() -> impl Strategy<Value = HelloReply> {
         HelloRejectCode::ShuttingDown,
     ]);
     prop_oneof![
-        (incarnation(), any::<u32>()).prop_map(|(incarnation, connection)| HelloReply::Accepted {
-            incarnation,
-            connection,
-        }),
+        (incarnation(), any::<u32>(), regions()).prop_map(
+            |(incarnation, connection, withdrawn)| HelloReply::Accepted {
+                incarnation,
+                connection,
+                withdrawn,
+            }
+        ),
         (any::<u32>(), code, text()).prop_map(|(connection, code, reason)| HelloReply::Rejected {
             connection,
             code,
@@ -371,13 +379,23 @@ proptest! {
     #[test]
     fn greetings_and_descriptions_survive(
         expects in incarnation(), from in description(), reply in hello_reply(),
+        withdrawn in regions(),
     ) {
         prop_assert_eq!(Description::decode(&from.encode().unwrap()), Ok(from.clone()));
-        let hello = Hello { expects, from };
+        let hello = Hello { expects, from, withdrawn };
         let bytes = encode_hello(&hello).unwrap();
         prop_assert_eq!(Message::parse(&bytes), Ok(Message::Hello(hello)));
         let bytes = encode_hello_reply(&reply).unwrap();
         prop_assert_eq!(Message::parse(&bytes), Ok(Message::HelloReply(reply)));
+    }
+
+    #[test]
+    fn withdrawals_survive(regions in regions()) {
+        prop_assume!(!regions.is_empty());
+        let bytes = encode_withdraw(&regions).unwrap();
+        prop_assert_eq!(Message::parse(&bytes), Ok(Message::Withdraw(regions.clone())));
+        let bytes = encode_withdrawn(&regions).unwrap();
+        prop_assert_eq!(Message::parse(&bytes), Ok(Message::Withdrawn(regions)));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use kvferry_wire::{
     directory::{FRAME_HEADER_BYTES, MAX_DIRECTORY_REPLY_BYTES, MAX_DIRECTORY_REQUEST_BYTES},
     encode_goodbye, encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read,
     encode_read_cancel, encode_read_rejected, encode_release, encode_released, encode_renew,
-    encode_renewed, encode_service,
+    encode_renewed, encode_service, encode_withdraw, encode_withdrawn,
 };
 
 /// Says whether the bytes are a value of some format, after checking that it survives.
@@ -53,6 +53,8 @@ pub(crate) fn message(bytes: &[u8]) -> Result<(), WireError> {
         Message::ReadCancel { transfer } => Ok(encode_read_cancel(*transfer)),
         Message::Service { channel, payload } => encode_service(*channel, payload),
         Message::Goodbye => Ok(encode_goodbye()),
+        Message::Withdraw(regions) => encode_withdraw(regions),
+        Message::Withdrawn(regions) => encode_withdrawn(regions),
     };
     let again = again.expect("a parsed message can be written");
     match message {

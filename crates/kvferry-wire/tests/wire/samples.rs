@@ -4,11 +4,11 @@ use kvferry_wire::{
     Addresses, BlockRun, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
     DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
     Incarnation, Instance, Interior, LeaseId, MemoryKind, Rank, ReadRejected, ReaderId,
-    RegionDescription, RejectCode, RequestId, SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader,
-    ShareReply, ShareRequest, SharedPool, TableDescription, TransferId, UcxVersion, Verdict,
-    encode_goodbye, encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read,
-    encode_read_cancel, encode_read_rejected, encode_release, encode_released, encode_renew,
-    encode_renewed, encode_service,
+    RegionDescription, RegionSet, RejectCode, RequestId, SEGMENT_HEADER_BYTES, SegmentBody,
+    SegmentHeader, ShareReply, ShareRequest, SharedPool, TableDescription, TransferId, UcxVersion,
+    Verdict, encode_goodbye, encode_hello, encode_hello_reply, encode_ping, encode_pong,
+    encode_read, encode_read_cancel, encode_read_rejected, encode_release, encode_released,
+    encode_renew, encode_renewed, encode_service, encode_withdraw, encode_withdrawn,
 };
 
 /// An encoded value.
@@ -85,6 +85,7 @@ fn messages(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
     let hello = Hello {
         expects: incarnation(2),
         from: description(),
+        withdrawn: RegionSet::default(),
     };
     add("message", "hello", encode_hello(&hello).unwrap());
     add(
@@ -107,6 +108,12 @@ fn messages(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
         encode_service(0x0102, b"payload").unwrap(),
     );
     add("message", "goodbye", encode_goodbye());
+    add("message", "withdraw", encode_withdraw(&regions()).unwrap());
+    add(
+        "message",
+        "withdrawn",
+        encode_withdrawn(&regions()).unwrap(),
+    );
 }
 
 fn leases(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
@@ -138,15 +145,25 @@ fn packed(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
     let hello = Hello {
         expects: incarnation(2),
         from: description(),
+        withdrawn: RegionSet::default(),
     };
     add("description", "full", description().encode().unwrap());
     add("description", "bare", bare_description().encode().unwrap());
     add("hello", "hello", hello.encode().unwrap());
-    let accepted = HelloReply::Accepted {
+    let accepted = |withdrawn| HelloReply::Accepted {
         incarnation: incarnation(2),
         connection: 9,
+        withdrawn,
     };
-    add("hello", "accepted", accepted.encode().unwrap());
+    let nothing = accepted(RegionSet::default());
+    add("hello", "accepted", nothing.encode().unwrap());
+    let withdrawn = accepted(regions());
+    add("hello", "accepted-withdrawn", withdrawn.encode().unwrap());
+    let withdrawn = Hello {
+        withdrawn: regions(),
+        ..hello
+    };
+    add("hello", "hello-withdrawn", withdrawn.encode().unwrap());
     add("hello", "rejected", rejection().encode().unwrap());
 
     let request = ShareRequest {
@@ -271,6 +288,10 @@ pub(crate) fn reader() -> ReaderId {
         incarnation: incarnation(3),
         load: 41,
     }
+}
+
+fn regions() -> RegionSet {
+    [7, 8, 9, 0x0102_0304].into_iter().collect()
 }
 
 fn rejection() -> HelloReply {

@@ -279,6 +279,10 @@ impl<F: Fabric> Fabric for FaultFabric<F> {
         self.inner.import_key(endpoint, key)
     }
 
+    fn forget_key(&mut self, endpoint: EndpointId, key: KeyId) {
+        self.inner.forget_key(endpoint, key);
+    }
+
     fn read(
         &mut self,
         endpoint: EndpointId,

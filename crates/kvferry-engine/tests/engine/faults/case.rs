@@ -305,6 +305,10 @@ impl Case {
             if self.peer.as_ref().is_none_or(|peer| peer.gone().is_some()) {
                 self.connect();
             }
+            // A suspect peer fails reads at once, without end; it is heard again or lost.
+            if let Some(peer) = &self.peer {
+                until("a sign", || !peer.is_suspect() || peer.gone().is_some());
+            }
             let before = self.flights.len();
             self.read(0, 1, timeout);
             if before < self.flights.len() {

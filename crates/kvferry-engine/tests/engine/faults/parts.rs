@@ -26,6 +26,9 @@ fn hasty(name: &str) -> EngineConfig {
     config.suspect_after = Duration::from_millis(200);
     config.dead_after = Duration::from_millis(200);
     config.connect_timeout = Duration::from_millis(200);
+    config.withdraw_timeout = Duration::from_millis(200);
+    config.reconnect_backoff_min = Duration::from_millis(1);
+    config.reconnect_backoff_max = Duration::from_millis(20);
     config.transfer_timeout = Duration::from_millis(300);
     config.escalation_step = Duration::from_millis(50);
     config

@@ -1,0 +1,144 @@
+//! Ends: of an engine, of its last handle, of its process, while peers live, are dead, or stand still.
+
+use std::time::{Duration, Instant};
+
+use kvferry_tests::harness::{Case, Child, until};
+use kvferry_tests::roles::{Order, Published, PublisherCounters, Settings};
+
+use super::support::{
+    LANES, SLACK, begin, connect, consumer, finish, losing_case, obey, order, publish, publisher,
+    reader,
+};
+
+const BLOCKS: u32 = 512;
+const BYTES: u64 = 64 << 10;
+
+/// How the consumer ends.
+#[derive(Clone, Copy)]
+enum End {
+    Shutdown,
+    Drop,
+    Exit,
+    Return,
+}
+
+const ENDS: [(&str, End); 4] = [
+    ("shutdown", End::Shutdown),
+    ("drop", End::Drop),
+    ("exit", End::Exit),
+    ("return", End::Return),
+];
+
+/// Begins a read of a producer that stands still, so that it is in flight for as long as that does.
+fn begin_of_a_stopped(
+    consumer: &mut Child,
+    name: &str,
+    (producer, published): &(Child, Published),
+    lane: &str,
+) {
+    assert_eq!(connect(consumer, name, published, lane).error, "");
+    producer.stop();
+    begin(consumer, name, 0);
+}
+
+/// C57: a consumer ends within its limit although of its three peers one is dead and one stands
+/// still, with a read in flight from each. The others live.
+fn c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane: &'static str, end: End) {
+    let mut live = publish(&publisher("live", BLOCKS, BYTES), &[]);
+    let mut killed = publish(&publisher("killed", BLOCKS, BYTES), &[]);
+    let mut stopped = publish(&publisher("stopped", BLOCKS, BYTES), &[]);
+    let mut ending = reader("ending", BLOCKS, BYTES, Settings::default(), &[]);
+    begin_of_a_stopped(&mut ending, "killed", &killed, lane);
+    killed.0.kill();
+    begin_of_a_stopped(&mut ending, "stopped", &stopped, lane);
+    begin_of_a_stopped(&mut ending, "live", &live, lane);
+    live.0.go_on();
+    let (started, limit) = (Instant::now(), Duration::from_secs(2));
+    match end {
+        End::Shutdown => {
+            let limit_ms = limit.as_millis() as u64;
+            let done = obey(&mut ending, &Order::Shutdown { limit_ms });
+            assert_eq!(done.error, "");
+            assert!(u128::from(done.elapsed_ms) < (limit + SLACK).as_millis());
+            assert_eq!((done.quarantined, done.open), ((0, 0), 0));
+            // Each read has one outcome, and nothing is written after it.
+            for name in ["killed", "stopped", "live"] {
+                assert_eq!(finish(&mut ending, name).wrong_bytes, 0, "{name}");
+            }
+        }
+        End::Drop => {
+            let done = obey(&mut ending, &Order::Drop);
+            assert!(u128::from(done.elapsed_ms) < (limit + SLACK).as_millis());
+            for name in ["killed", "stopped", "live"] {
+                assert_eq!(finish(&mut ending, name).wrong_bytes, 0, "{name}");
+            }
+        }
+        End::Exit => order(&mut ending, &Order::Exit),
+        End::Return => {}
+    }
+    ending.finish_well();
+    assert!(started.elapsed() < limit + SLACK, "{:?}", started.elapsed());
+    stopped.0.go_on();
+    // The one that lived and the one that stood still know, and serve others.
+    let other = consumer(Settings::default(), BLOCKS, BYTES);
+    for (producer, published) in [&mut live, &mut stopped] {
+        let peer = other.connect(published.description.unpack(), lane);
+        other.reads(&peer, 1);
+        until("the loss", || {
+            producer.ask::<PublisherCounters>("counters").peers_lost == 1
+        });
+        producer.finish_well();
+    }
+}
+
+/// C57, from the other side: a producer whose consumers stand still or are dead while it serves them.
+fn c57_a_producer_with_stopped_and_dead_consumers_ends_in_time(lane: &'static str) {
+    let (mut producer, published) = publish(&publisher("producer", BLOCKS, BYTES), &[]);
+    let mut consumers = ["live", "killed", "stopped"].map(|name| {
+        let mut consumer = reader(name, BLOCKS, BYTES, Settings::default(), &[]);
+        assert_eq!(connect(&mut consumer, "p", &published, lane).error, "");
+        consumer
+    });
+    producer.stop();
+    for consumer in &mut consumers {
+        begin(consumer, "p", 0);
+    }
+    let [live, killed, stopped] = &mut consumers;
+    killed.kill();
+    stopped.stop();
+    producer.go_on();
+    let started = Instant::now();
+    // Its limit is 10 s.
+    producer.finish_well();
+    assert!(started.elapsed() < Duration::from_secs(10) + SLACK);
+    let done = finish(live, "p");
+    assert_eq!(
+        (done.wrong_bytes, done.open, done.quarantined),
+        (0, 0, (0, 0))
+    );
+    stopped.go_on();
+    for consumer in [live, stopped] {
+        consumer.finish_well();
+    }
+}
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for lane in LANES {
+        for (name, end) in ENDS {
+            cases.push(losing_case(
+                format!(
+                    "c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time::{lane}::{name}"
+                ),
+                lane,
+                move || c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane, end),
+            ));
+        }
+        cases.push(losing_case(
+            format!("c57_a_producer_with_stopped_and_dead_consumers_ends_in_time::{lane}"),
+            lane,
+            move || c57_a_producer_with_stopped_and_dead_consumers_ends_in_time(lane),
+        ));
+    }
+    cases
+}
