@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use kvferry_engine::{
     Engine, ErrorClass, Fault, FaultControl, FaultFabric, FaultRates, Replies, Sender, Service,
-    UcxFabric,
+    UcxFabric, UcxOptions,
 };
 use kvferry_tests::harness::{Case, PATIENCE, until};
 use kvferry_tests::pattern::wrong_bytes_as;
@@ -68,8 +68,10 @@ fn c25_a_failure_is_told_when_all_siblings_have_ended() {
     let control = FaultControl::new(25, FaultRates::none()).unwrap();
     let engine = {
         let control = control.clone();
-        Engine::builder(config("consumer"))
-            .start_on(move || FaultFabric::new(UcxFabric::new(true)?, &control))
+        let config = config("consumer");
+        let options = UcxOptions::from(&config);
+        Engine::builder(config)
+            .start_on(move || FaultFabric::new(UcxFabric::new(&options)?, &control))
             .unwrap()
     };
     let consumer = with_blocks(engine, BLOCKS, 1024);

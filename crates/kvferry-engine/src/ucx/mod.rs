@@ -132,7 +132,10 @@ impl UcxFabric {
             transports: native::summary(workers.message.context().found()),
             // UCX has no way to ask its devices.
             max_registration_bytes: None,
-            pins_memory: matches!(workers.plan, DataPlan::Real(_)),
+            pins_memory: workers
+                .data
+                .as_ref()
+                .is_some_and(|data| data.context().found().iter().any(native::is_rdma)),
             warnings: room.warning.iter().cloned().collect(),
         };
         Ok(Self {

@@ -7,7 +7,7 @@ use kvferry_engine::wire::EngineId;
 use kvferry_engine::{
     Engine, EngineBuilder, EngineConfig, FaultControl, FaultFabric, HostPool, Lane, LaneChoice,
     LoopbackFabric, LoopbackNetwork, MemoryRegion, Peer, RemoteTable, Replies, Sender, Service,
-    Table, TableSpec, UcxFabric,
+    Table, TableSpec, UcxFabric, UcxOptions,
 };
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -53,6 +53,7 @@ pub(crate) fn engine(kind: &Kind, name: &str) -> Engine {
 
 /// An engine over a fabric that `control` drives.
 pub(crate) fn faulty(kind: &Kind, config: EngineConfig, control: &FaultControl) -> Engine {
+    let options = UcxOptions::from(&config);
     let (builder, control) = (Engine::builder(config), control.clone());
     match kind {
         Kind::Loopback(network) => {
@@ -60,7 +61,9 @@ pub(crate) fn faulty(kind: &Kind, config: EngineConfig, control: &FaultControl) 
             builder
                 .start_on(move || FaultFabric::new(LoopbackFabric::new(&network, 4096)?, &control))
         }
-        Kind::Ucx => builder.start_on(move || FaultFabric::new(UcxFabric::new(true)?, &control)),
+        Kind::Ucx => {
+            builder.start_on(move || FaultFabric::new(UcxFabric::new(&options)?, &control))
+        }
     }
     .unwrap()
 }

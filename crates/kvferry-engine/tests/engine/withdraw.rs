@@ -5,9 +5,8 @@ use std::time::Duration;
 use kvferry_engine::fabric::EndpointId;
 use kvferry_engine::wire::RejectCode;
 use kvferry_engine::{
-    BlockPair, DeregisterError, Engine, EngineConfig, ErrorClass, Fault, FaultControl, FaultFabric,
-    FaultRates, HostPool, Lane, LaneChoice, LoopbackFabric, MemoryRegion, Peer, ReadError, Region,
-    Table, TableSpec, TransferError,
+    BlockPair, DeregisterError, Engine, ErrorClass, Fault, FaultControl, FaultRates, HostPool,
+    Lane, LaneChoice, MemoryRegion, Peer, ReadError, Region, Table, TableSpec, TransferError,
 };
 
 use crate::support::*;
@@ -18,16 +17,6 @@ fn more(engine: &Engine) -> (MemoryRegion, Region, Table) {
     let region = engine.register(&memory).unwrap();
     let table = engine.add_table(&region, TableSpec::dense(64, 8)).unwrap();
     (memory, region, table)
-}
-
-fn faulty(kind: &Kind, config: EngineConfig, control: &FaultControl) -> Engine {
-    let Kind::Loopback(network) = kind else {
-        panic!("over loopback only");
-    };
-    let (network, control) = (network.clone(), control.clone());
-    Engine::builder(config)
-        .start_on(move || FaultFabric::new(LoopbackFabric::new(&network, 4096)?, &control))
-        .unwrap()
 }
 
 fn no_faults() -> FaultControl {
