@@ -1,6 +1,8 @@
 //! The decorator against the contract, over the loopback fabric.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::time::Duration;
 
 use kvferry_wire::{
     Incarnation, SEGMENT_HEADER_BYTES, Segment, SegmentBody, SegmentHeader, TransferId,
@@ -10,7 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::*;
 use crate::fabric::{CopyEnd, LoopbackFabric, LoopbackNetwork};
-use crate::memory::HostPool;
+use crate::memory::{HostPool, RemotePool};
 
 const SEGMENT: usize = 256;
 const READ: u64 = 64;
@@ -96,6 +98,9 @@ struct Bench {
     their_key: Vec<u8>,
     keys: HashMap<EndpointId, KeyId>,
     next_read: u64,
+    /// The other's memory as it is mapped here, and copies out of it so far.
+    mapped: Arc<RemotePool>,
+    copies: u64,
 }
 
 fn memory() -> MemoryRegion {
@@ -112,6 +117,9 @@ impl Bench {
         let mut other = LoopbackFabric::new(&network, SEGMENT).unwrap();
         let (ours, theirs) = (memory(), memory());
         theirs.fill(0, READ * READS, 0x11).unwrap();
+        let pool = theirs.pool().unwrap();
+        let mapped =
+            RemotePool::map(pool.fd().try_clone_to_owned().unwrap(), READ * READS).unwrap();
         let handle = fabric.register(&ours).unwrap().handle;
         let their_key = other.register(&theirs).unwrap().key.unwrap();
         let back = fabric.addresses();
@@ -128,6 +136,8 @@ impl Bench {
             their_key,
             keys: HashMap::new(),
             next_read: 0,
+            mapped: Arc::new(mapped),
+            copies: 0,
         };
         for endpoint in [1, 2] {
             bench.open(EndpointId(endpoint));
@@ -184,6 +194,22 @@ impl Bench {
         }
     }
 
+    /// Copies to a place of its own out of the other's pool, which is mapped; false if it was refused.
+    fn copy(&mut self, endpoint: EndpointId) -> bool {
+        let number = self.next_read % READS;
+        self.next_read += 1;
+        let mut batch = CopyBatch::default();
+        let (at, to) = (number * READ, (&self.ours, number * READ));
+        batch.add_from_pool(&self.mapped, at, to, READ).unwrap();
+        let token = ReadToken(number);
+        let taken = self.fabric.copy(endpoint, token, batch).is_ok();
+        if taken {
+            self.sink.reads.insert(token, endpoint);
+            self.copies += 1;
+        }
+        taken
+    }
+
     fn turn(&mut self) -> usize {
         let before = self.sink.reports;
         self.fabric.progress(&mut self.sink);
@@ -197,12 +223,29 @@ impl Bench {
         }
     }
 
-    /// As a progress thread: until the fabric lets it sleep.
+    /// As a progress thread: until the fabric lets it sleep, and copy threads have nothing to do.
     fn settle(&mut self) {
-        for _ in 0..10_000 {
+        let deadline = Instant::now() + Duration::from_secs(30);
+        while Instant::now() < deadline {
             let any = self.turn() > 0;
             if !any && self.fabric.arm() == Armed::Idle {
-                return;
+                if self.copies == 0 || self.sink.closed.len() == 2 {
+                    return;
+                }
+                let fds = self.fabric.event_fds();
+                let mut fds: Vec<PollFd<'_>> = fds
+                    .iter()
+                    .flatten()
+                    .map(|fd| PollFd::from_borrowed_fd(*fd, PollFlags::IN))
+                    .collect();
+                let moment = Timespec {
+                    tv_sec: 0,
+                    tv_nsec: 10_000_000,
+                };
+                // Nothing comes if what is left outlasts the close.
+                if poll(&mut fds, Some(&moment)).unwrap() == 0 {
+                    return;
+                }
             }
         }
         panic!("busy for ever");
@@ -558,6 +601,7 @@ fn a_seed_is_a_schedule() {
 enum Step {
     Send(u64, u8),
     Read(u64),
+    Copy(u64),
     Arrive,
     Turn,
     Close(u64),
@@ -572,6 +616,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (endpoint.clone(), any::<u8>()).prop_map(|(e, byte)| Step::Send(e, byte)),
         6 => endpoint.clone().prop_map(Step::Read),
+        6 => endpoint.clone().prop_map(Step::Copy),
         3 => Just(Step::Arrive),
         6 => Just(Step::Turn),
         1 => endpoint.clone().prop_map(Step::Close),
@@ -619,6 +664,7 @@ proptest! {
                         bench.ours.fill(number * READ, READ, 0x77).unwrap();
                     }
                 },
+                Step::Copy(e) => if let Some(e) = open(e) { bench.copy(e); },
                 Step::Arrive => bench.arrive(b"some segment"),
                 Step::Turn => { bench.turn(); }
                 Step::Close(e) => if open(e).is_some() {
@@ -630,7 +676,7 @@ proptest! {
                 Step::Release => bench.control.release(),
                 Step::Fail(e) => bench.control.fail_endpoint(EndpointId(e)),
             }
-            let empty = rates.rate(Fault::ReadEmpty) > 0;
+            let empty = rates.rate(Fault::ReadEmpty) + rates.rate(Fault::CopyEmpty) > 0;
             for (token, result) in &bench.sink.ended[seen..] {
                 let bytes = bench.bytes(token.0);
                 prop_assert!(result.is_err() || empty || bytes == [0x11; READ as usize]);
@@ -640,14 +686,19 @@ proptest! {
             seen = bench.sink.ended.len();
         }
         if by_shutdown {
-            bench.fabric.shutdown(&mut bench.sink, Instant::now());
+            // Copies end by themselves; there is time for that.
+            let deadline = Instant::now() + Duration::from_secs(30);
+            prop_assert!(bench.fabric.shutdown(&mut bench.sink, deadline));
         } else {
             for endpoint in [1, 2] {
                 if closed.insert(endpoint) {
                     bench.fabric.close(EndpointId(endpoint));
                 }
             }
-            // Whatever is stalled: a close ends it.
+            // Whatever is stalled: a close ends it, or else a reset does, at the second try at the latest.
+            bench.settle();
+            bench.control.set_rates(FaultRates::none());
+            bench.fabric.reset(&mut bench.sink).unwrap();
             bench.settle();
         }
         prop_assert_eq!(bench.sink.closed.len(), 2);
