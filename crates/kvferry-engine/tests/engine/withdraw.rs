@@ -430,3 +430,48 @@ fn a_region_is_not_read_after_it_was_given_up() {
         assert_eq!(producer.counters().peers_lost, 0);
     }
 }
+
+/// C86: a peer dies with an operation in flight. Its transfer fails at once; its state, and what the
+/// operation may write to, are kept until the endpoint is closed, and no longer.
+#[test]
+fn c86_a_dead_peer_is_kept_while_an_operation_is_in_flight() {
+    let Held {
+        producer,
+        consumer,
+        peer,
+        control,
+    } = held(PATIENCE);
+    control.stall_endpoint(FIRST);
+    let mut slow = FaultRates::none().with(Fault::CloseDelayed, 1000);
+    slow.max_delay = 200_000;
+    control.set_rates(slow);
+    let before = consumer.engine.counters().ucx_operations;
+    let transfer = peer.read(&with_tables(&consumer, &peer), &apart()).unwrap();
+    until("the first operation", || {
+        consumer.engine.counters().ucx_operations > before
+    });
+    control.fail_endpoint(FIRST);
+    until("the outcome", || transfer.poll_outcome().is_some());
+    let mut held = 0;
+    loop {
+        let operations = consumer._region.operations();
+        let bytes = consumer.engine.counters().quarantined_bytes;
+        // Looked at first, so what is not quiet now was not quiet then.
+        if transfer.is_quiesced() {
+            break;
+        }
+        assert_eq!((operations, bytes), (1, 256));
+        held += 1;
+        std::thread::yield_now();
+    }
+    assert!(held > 0, "the end of the endpoint was not late");
+    let error = transfer.wait(PATIENCE).unwrap().unwrap_err();
+    assert!(matches!(error, TransferError::PeerLost(_)), "{error}");
+    assert_eq!(consumer._region.operations(), 0);
+    assert_eq!(consumer.engine.counters().quarantined_bytes, 0);
+    control.release();
+    control.set_rates(FaultRates::none());
+    let peer = connect(&consumer.engine, &producer.engine, Lane::Native);
+    let read = peer.read(&with_tables(&consumer, &peer), &apart()).unwrap();
+    assert_eq!(read.wait(PATIENCE).unwrap().unwrap().bytes, 256);
+}
