@@ -39,6 +39,9 @@ fn begin_of_a_stopped(
     assert_eq!(connect(consumer, name, published, lane).error, "");
     producer.stop();
     begin(consumer, name, 0);
+    // More than sockets hold: the goodbye does not leave either.
+    let done = obey(consumer, &Order::Clog { name: name.into() });
+    assert_eq!(done.error, "");
 }
 
 /// C57: a consumer ends within its limit although of its three peers one is dead and one stands
