@@ -45,6 +45,11 @@ pub enum Order {
         /// The deadline.
         timeout_ms: u64,
     },
+    /// Send 32 MiB that nobody there waits for.
+    Clog {
+        /// To whom.
+        name: String,
+    },
     /// Wait for the end of what was started last.
     Finish {
         /// From whom.
@@ -179,6 +184,13 @@ impl State {
                 };
                 self.regions.push(region);
                 self.reads.insert(name, started);
+                Ok(0)
+            }
+            Order::Clog { name } => {
+                for _ in 0..32 {
+                    let sent = self.peers[&name].send(9, vec![1; 1 << 20]);
+                    sent.map_err(|error| text(&error))?;
+                }
                 Ok(0)
             }
             Order::Finish { name } => match self.reads.remove(&name) {

@@ -33,13 +33,15 @@ impl Service for Forward {
 fn c35_the_release_never_overtakes_the_data(lane: &'static str) {
     const ROUNDS: u32 = 10_000;
     const BLOCKS: u32 = 4;
-    let (mut producer, published) = publish(&publisher("producer", BLOCKS, 1024), &[]);
+    // A read takes several segments, so that there is something to be overtaken.
+    let small = [("UCX_TCP_TX_SEG_SIZE", Some("8K"))];
+    let (mut producer, published) = publish(&publisher("producer", BLOCKS, 8192), &small);
     let (heard, echoes) = mpsc::channel();
     let engine = Engine::builder(config("consumer"))
         .service(OVERWRITE_CHANNEL, Box::new(Forward(heard)))
         .start()
         .unwrap();
-    let consumer = with_blocks(engine, BLOCKS, 1024);
+    let consumer = with_blocks(engine, BLOCKS, 8192);
     let peer = consumer.connect(published.description.unpack(), lane);
     // The pattern of table 0 is there from the start.
     for round in 0..ROUNDS {

@@ -39,6 +39,9 @@ fn begin_of_a_stopped(
     assert_eq!(connect(consumer, name, published, lane).error, "");
     producer.stop();
     begin(consumer, name, 0);
+    // More than sockets hold: the goodbye does not leave either.
+    let done = obey(consumer, &Order::Clog { name: name.into() });
+    assert_eq!(done.error, "");
 }
 
 /// C57: a consumer ends within its limit although of its three peers one is dead and one stands
@@ -134,11 +137,11 @@ pub(crate) fn cases() -> Vec<Case> {
                 move || c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane, end),
             ));
         }
-        cases.push(losing_case(
-            format!("c57_a_producer_with_stopped_and_dead_consumers_ends_in_time::{lane}"),
-            lane,
-            move || c57_a_producer_with_stopped_and_dead_consumers_ends_in_time(lane),
-        ));
     }
+    // Not over emulated reads: UCX aborts if the reader is killed in the middle of one.
+    cases.push(Case::new(
+        "c57_a_producer_with_stopped_and_dead_consumers_ends_in_time::served",
+        || c57_a_producer_with_stopped_and_dead_consumers_ends_in_time("served"),
+    ));
     cases
 }

@@ -8,7 +8,7 @@ use super::core::Core;
 use super::greeting::{MAX_STRANGERS, Stranger};
 use super::peers::{Endpoint, Phase};
 use crate::counters::{add, subtract};
-use crate::error::TransferError;
+use crate::error::{ConnectError, TransferError};
 use crate::fabric::{CopyEnd, EndpointId, FabricError, ReadToken, SendBuffer, Sink};
 use crate::lane::served::ServeJob;
 use crate::message::{Arrival, Inbox};
@@ -36,7 +36,7 @@ impl Sink for Core {
             self.activate(endpoint.0);
         }
         if let Err(error) = result {
-            self.lose(endpoint.0, &error.to_string());
+            self.endpoint_failed(endpoint, error);
         }
     }
 
@@ -49,7 +49,18 @@ impl Sink for Core {
     }
 
     fn endpoint_failed(&mut self, endpoint: EndpointId, error: FabricError) {
-        self.lose(endpoint.0, &error.to_string());
+        let reason = error.to_string();
+        if let Some(peer) = self.peers.get(&endpoint.0).filter(|peer| peer.is_ready()) {
+            // Not tried again at once. Besides, UCX 1.13 aborts if an endpoint is made to an address
+            // of which it is just tearing a connection down.
+            let lost = ConnectError::Lost {
+                peer: peer.name(),
+                tried: peer.transports.clone(),
+                reason: reason.clone(),
+            };
+            self.backoff.failed(&peer.description, self.now, lost);
+        }
+        self.lose(endpoint.0, &reason);
     }
 
     fn closed(&mut self, endpoint: EndpointId) {

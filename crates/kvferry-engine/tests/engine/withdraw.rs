@@ -175,6 +175,34 @@ fn a_read_in_flight_is_waited_for_and_its_rest_is_rejected() {
     assert_eq!(engine.counters().peers_lost, 0);
 }
 
+/// While an operation is in flight nothing is answered: when the region is given up, it has ended.
+#[test]
+fn a_region_is_held_until_the_last_operation_has_ended() {
+    let kind = loopback();
+    let control = no_faults();
+    let producer = engine(&kind, "producer");
+    let consumer = side(faulty(&kind, config("consumer"), &control), 1, 8, 64, 0);
+    let mut late = FaultRates::none().with(Fault::ReadDelayed, 1000);
+    late.max_delay = 20_000;
+    for _ in 0..10 {
+        let (_, region, _) = more(&producer);
+        let peer = connect(&consumer.engine, &producer, Lane::Native);
+        control.set_rates(late);
+        let before = consumer.engine.counters().ucx_operations;
+        let transfer = peer.read(&with_tables(&consumer, &peer), &apart()).unwrap();
+        until("all operations", || {
+            consumer.engine.counters().ucx_operations >= before + 4
+        });
+        region.deregister(PATIENCE).unwrap();
+        // It was posted in full, so it ends as if nothing had been withdrawn.
+        let operations = consumer._region.operations();
+        assert_eq!(operations, 0, "given up while it was read");
+        assert_eq!(transfer.wait(PATIENCE).unwrap().unwrap().bytes, 256);
+        control.set_rates(FaultRates::none());
+    }
+    assert_eq!(producer.counters().peers_lost, 0);
+}
+
 /// A peer that does not let go is given up by the limit, and so is what it held.
 #[test]
 fn a_peer_that_does_not_answer_is_disconnected_by_the_limit() {
@@ -418,4 +446,45 @@ fn a_region_is_not_read_after_it_was_given_up() {
         }
         assert_eq!(producer.counters().peers_lost, 0);
     }
+}
+
+/// C86: a peer dies with an operation in flight. Its transfer fails at once; its state, and what the
+/// operation may write to, are kept until the endpoint is closed, and no longer.
+#[test]
+fn c86_a_dead_peer_is_kept_while_an_operation_is_in_flight() {
+    let Held {
+        producer,
+        consumer,
+        peer,
+        control,
+    } = held(PATIENCE);
+    control.stall_endpoint(FIRST);
+    let mut slow = FaultRates::none().with(Fault::CloseDelayed, 1000);
+    slow.max_delay = 200_000;
+    control.set_rates(slow);
+    let before = consumer.engine.counters().ucx_operations;
+    let transfer = peer.read(&with_tables(&consumer, &peer), &apart()).unwrap();
+    until("the first operation", || {
+        consumer.engine.counters().ucx_operations > before
+    });
+    control.fail_endpoint(FIRST);
+    until("the outcome", || transfer.poll_outcome().is_some());
+    let mut held = 0;
+    while !transfer.is_quiesced() {
+        // The two go one after the other, a moment before it is quiet.
+        let operations = consumer._region.operations();
+        let bytes = consumer.engine.counters().quarantined_bytes;
+        held += u32::from((operations, bytes) == (1, 256));
+        std::thread::yield_now();
+    }
+    assert!(held > 0, "the end of the endpoint was not late");
+    let error = transfer.wait(PATIENCE).unwrap().unwrap_err();
+    assert!(matches!(error, TransferError::PeerLost(_)), "{error}");
+    assert_eq!(consumer._region.operations(), 0);
+    assert_eq!(consumer.engine.counters().quarantined_bytes, 0);
+    control.release();
+    control.set_rates(FaultRates::none());
+    let peer = connect(&consumer.engine, &producer.engine, Lane::Native);
+    let read = peer.read(&with_tables(&consumer, &peer), &apart()).unwrap();
+    assert_eq!(read.wait(PATIENCE).unwrap().unwrap().bytes, 256);
 }
