@@ -49,18 +49,20 @@ struct Pair {
 }
 
 impl Pair {
+    /// Starts a producer.
+    fn producer(devices: &Devices, transports: Option<&str>, layout: Layout) -> Child {
+        let settings = settings().to_json();
+        let environment = [
+            ("UCX_TLS", transports),
+            ("UCX_NET_DEVICES", Some(devices.first.as_str())),
+            (Settings::VARIABLE, Some(settings.as_str())),
+        ];
+        Child::start("producer", &layout, &environment)
+    }
+
     /// Starts both. The lane is picked by the engine.
     fn start(devices: &Devices, transports: Option<&str>, layout: Layout, ours: &Settings) -> Self {
-        let producer_settings = settings().to_json();
-        let producer = Child::start(
-            "producer",
-            &layout,
-            &[
-                ("UCX_TLS", transports),
-                ("UCX_NET_DEVICES", Some(&devices.first)),
-                (Settings::VARIABLE, Some(&producer_settings)),
-            ],
-        );
+        let producer = Self::producer(devices, transports, layout);
         let started: Started = producer.hear();
         let reader = Reader {
             from: started.description.clone(),
