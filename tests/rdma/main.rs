@@ -50,6 +50,17 @@ struct Pair {
 }
 
 impl Pair {
+    /// Starts a producer.
+    fn producer(devices: &Devices, transports: Option<&str>, layout: Layout) -> Child {
+        let settings = settings().to_json();
+        let environment = [
+            ("UCX_TLS", transports),
+            ("UCX_NET_DEVICES", Some(devices.first.as_str())),
+            (EngineSettings::VARIABLE, Some(settings.as_str())),
+        ];
+        Child::start("producer", &layout, &environment)
+    }
+
     /// Starts both. The lane is picked by the engine.
     fn start(
         devices: &Devices,
@@ -57,16 +68,7 @@ impl Pair {
         layout: Layout,
         ours: &EngineSettings,
     ) -> Self {
-        let producer_settings = settings().to_json();
-        let producer = Child::start(
-            "producer",
-            &layout,
-            &[
-                ("UCX_TLS", transports),
-                ("UCX_NET_DEVICES", Some(&devices.first)),
-                (EngineSettings::VARIABLE, Some(&producer_settings)),
-            ],
-        );
+        let producer = Self::producer(devices, transports, layout);
         let started: Started = producer.hear();
         let reader = Reader {
             from: started.description.clone(),

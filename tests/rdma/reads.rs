@@ -2,7 +2,7 @@
 
 use kvferry_tests::harness::{Case, Child};
 use kvferry_tests::roles::native::{Connected, Ended, Limited, Reader};
-use kvferry_tests::roles::{Counted, EngineSettings, Layout};
+use kvferry_tests::roles::{Counted, EngineSettings, Layout, Started};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -134,6 +134,38 @@ fn a_read_completes_while_the_producer_is_stopped(devices: &Devices) {
     pair.producer.finish_well();
 }
 
+/// Connections are set up by messages that somebody must answer. If nobody does, connecting fails in time,
+/// names what was tried, and costs nothing else: the engine then connects to a living peer, and ends well.
+fn connecting_to_nobody_is_an_error(devices: &Devices, signal: Signal) {
+    let hasty = EngineSettings {
+        connect_ms: 4000,
+        ..settings()
+    };
+    let mut pair = Pair::start(devices, None, LAYOUT, &hasty);
+    assert_eq!(pair.connected.error, "");
+    let stranger = Pair::producer(devices, None, LAYOUT);
+    let started: Started = stranger.hear();
+    let pid = Pid::from_raw(stranger.pid() as i32).unwrap();
+    kill_process(pid, signal).unwrap();
+    let description = serde_json::to_string(&started.description).unwrap();
+    let connected: Connected = pair.consumer.ask(&format!("connect {description}"));
+    assert!(
+        connected.error.contains("peer producer pp0tp0"),
+        "{}",
+        connected.error
+    );
+    assert!(connected.error.contains("rc_verbs/"), "{}", connected.error);
+    // It had the name of the first producer, in whose place it came; that one is connected anew.
+    let connected: Connected = pair.consumer.ask("connect");
+    assert_eq!(
+        (connected.error.as_str(), connected.lane.as_str()),
+        ("", "native")
+    );
+    well(&read(&mut pair.consumer), 1);
+    pair.consumer.finish_well();
+    pair.producer.finish_well();
+}
+
 /// C66: more than may be locked. The error names the limit and the need, of a registration and of the
 /// start, where UCX has buffers of its own to lock.
 fn c66_a_limit_for_locked_memory_is_named(devices: &Devices, limit: Option<u64>) {
@@ -193,6 +225,13 @@ pub(crate) fn cases(devices: &Devices) -> Vec<Case> {
         "a_read_completes_while_the_producer_is_stopped".into(),
         a_read_completes_while_the_producer_is_stopped,
     ));
+    for (name, signal) in [("stopped", Signal::STOP), ("killed", Signal::KILL)] {
+        let devices = devices.clone();
+        cases.push(Case::new(
+            format!("connecting_to_nobody_is_an_error::{name}"),
+            move || connecting_to_nobody_is_an_error(&devices, signal),
+        ));
+    }
     for (name, limit) in [("registration", None), ("start", Some(1 << 20))] {
         let devices = devices.clone();
         cases.push(Case::new(

@@ -77,13 +77,17 @@ pub(super) fn run(reader: &Reader) {
         peer: None,
         transfer: None,
     };
-    state.connect(reader);
+    state.connect(&reader.from, &reader.lane);
     for request in requests() {
         match request.split_once(' ').unwrap_or((&request, "")) {
-            ("connect", _) => state.connect(reader),
+            ("connect", "") => state.connect(&reader.from, &reader.lane),
+            ("connect", other) => {
+                let other: Packed = serde_json::from_str(other).unwrap();
+                state.connect(&other, &reader.lane);
+            }
             ("reconnect", _) => {
                 state.peer.take().unwrap().disconnect();
-                state.connect(reader);
+                state.connect(&reader.from, &reader.lane);
             }
             ("start", milliseconds) => {
                 state.start(Duration::from_millis(milliseconds.parse().unwrap()));
@@ -120,9 +124,8 @@ pub(super) fn run(reader: &Reader) {
 }
 
 impl State<'_> {
-    fn connect(&mut self, reader: &Reader) {
-        let lane = reader.lane.parse().unwrap();
-        match self.engine.connect(reader.from.unpack(), lane) {
+    fn connect(&mut self, to: &Packed, lane: &str) {
+        match self.engine.connect(to.unpack(), lane.parse().unwrap()) {
             Ok(peer) => {
                 say(&json!({
                     "error": "",

@@ -297,9 +297,23 @@ impl UcxFabric {
                 "operations were still under way; their worker is destroyed"
             );
         }
-        drop(workers.message);
-        if let Some(data) = workers.data {
-            self.memory.end(&data.end());
+        // With operations under way the memory would still be written: rather an abort than that.
+        let is_kept = |worker: &Worker| open == 0 && worker.cannot_be_destroyed();
+        let kept = workers.iter().filter(|worker| is_kept(worker)).count();
+        if kept > 0 {
+            tracing::warn!(kept, "UCX workers are kept until the process ends");
+        }
+        match workers.message {
+            message if is_kept(&message) => message.leave(),
+            message => drop(message),
+        }
+        match workers.data {
+            Some(data) if is_kept(&data) => {
+                self.memory.end(data.context());
+                data.leave();
+            }
+            Some(data) => self.memory.end(&data.end()),
+            None => {}
         }
         while let Some(event) = self.mailbox.pop() {
             self.handle(event, sink);

@@ -6,6 +6,8 @@
 use std::env;
 use std::path::Path;
 
+use ucx_sys::Version;
+
 use super::transports::Resource;
 
 /// What a user decides about UCX. [`Default`] leaves all to the environment and UCX.
@@ -134,6 +136,20 @@ pub(super) fn device_exists(name: &str) -> bool {
 /// Whether the system has a network interface of this name.
 pub(super) fn is_interface(name: &str) -> bool {
     Path::new("/sys/class/net").join(name).exists()
+}
+
+/// Whether UCX's own keep-alive must be off: 1.13, with RDMA. It then adds a lane over ud for it, takes that
+/// lane for setting up connections, and aborts the process if such an endpoint is closed before the peer has
+/// answered (`ucp_request_send_state_ff`: "got REQ message"; 1.14 took the assertion out). kvferry pings by
+/// itself.
+pub(super) fn without_keep_alive(version: Version, tls: &str) -> bool {
+    !version.at_least(1, 14)
+        && env::var_os("UCX_KEEPALIVE_INTERVAL").is_none()
+        && ["rc_verbs", "rc_mlx5", "dc_mlx5"]
+            .iter()
+            .any(|name| allows(tls, name))
+        && std::fs::read_dir("/sys/class/infiniband")
+            .is_ok_and(|mut devices| devices.next().is_some())
 }
 
 /// Whether a context with these lists in force uses tcp: it is allowed, and so is an interface.

@@ -4,8 +4,10 @@
 //! two kinds: the message context, which has active messages only and so no handlers that read or
 //! write addresses taken from the wire, and the data context, which has RMA.
 
+use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::fmt;
+use std::mem;
 use std::os::fd::{BorrowedFd, RawFd};
 use std::ptr;
 use std::rc::Rc;
@@ -15,10 +17,11 @@ use std::time::Instant;
 use ucx_sys::*;
 
 use super::callbacks::{Mailbox, on_message};
-use super::native::{reaches_over_rdma, summary};
+use super::native::{is_rdma, reaches_over_rdma, summary};
 use super::sealed::Sealed;
 use super::settings::{
     TcpSegments, UcxOptions, device_exists, in_text, is_interface, missing_device, uses_tcp,
+    without_keep_alive,
 };
 use super::status::Outcome;
 use super::transports::{self, Resource};
@@ -177,6 +180,9 @@ impl Context {
                 }
             }
         }
+        if without_keep_alive(features().version, &in_force.tls) {
+            config.prefer(c"KEEPALIVE_INTERVAL", "inf");
+        }
         let params = ucp_params_t {
             field_mask: u64::from(UCP_PARAM_FIELD_FEATURES),
             features: purpose.features(),
@@ -255,6 +261,8 @@ pub(super) struct Worker {
     mailbox: Rc<Mailbox>,
     event_fd: RawFd,
     address: Vec<u8>,
+    /// Whether something stayed in its queues when it was flushed for the last time.
+    stuck: Cell<bool>,
 }
 
 impl Worker {
@@ -272,6 +280,7 @@ impl Worker {
             mailbox,
             event_fd,
             address,
+            stuck: Cell::new(false),
         };
         if purpose == Purpose::Messages {
             worker.receive_messages()?;
@@ -380,6 +389,7 @@ impl Worker {
         let flushed = unsafe { ucp_request_check_status(request) } != UCS_INPROGRESS;
         // SAFETY: the request is not used again; UCX frees it when it ends, if it has not.
         unsafe { ucp_request_free(request) };
+        self.stuck.set(!flushed);
         flushed
     }
 
@@ -420,6 +430,26 @@ impl Worker {
         self.address = address;
         self.event_fd = event_fd;
         Ok(())
+    }
+
+    /// Whether destroying it would abort the process: on 1.13, with RDMA, while an endpoint that was closed
+    /// before its peer had answered waits for ud to give up, which takes minutes.
+    pub(super) fn cannot_be_destroyed(&self) -> bool {
+        self.stuck.get()
+            && !features().version.at_least(1, 14)
+            && self.context.found.iter().any(is_rdma)
+    }
+
+    /// Leaves worker and context as they are until the process ends. Nobody progresses them any more.
+    pub(super) fn leave(self) {
+        let Self {
+            handle,
+            context,
+            mailbox,
+            ..
+        } = self;
+        // UCX holds a pointer to the mailbox.
+        mem::forget((handle, context, mailbox));
     }
 
     /// Destroys the worker, which ends everything that is under way on it.
