@@ -83,7 +83,26 @@ impl Child {
     /// Starts a child. Loopback is the only network device unless the environment says otherwise.
     #[must_use]
     pub fn start(role: &str, arguments: &impl Serialize, environment: Environment<'_>) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        Self::start_under(&[], role, arguments, environment)
+    }
+
+    /// Starts a child that another program runs: its name and arguments, before ours.
+    #[must_use]
+    pub fn start_under(
+        tool: &[&str],
+        role: &str,
+        arguments: &impl Serialize,
+        environment: Environment<'_>,
+    ) -> Self {
+        let ours = std::env::current_exe().unwrap();
+        let mut command = match tool {
+            [] => Command::new(ours),
+            [tool, options @ ..] => {
+                let mut command = Command::new(tool);
+                command.args(options).arg(ours);
+                command
+            }
+        };
         command
             .env(ROLE, role)
             .stdin(Stdio::piped())

@@ -2,6 +2,7 @@
 
 mod churn;
 mod consumer;
+mod disorder;
 mod messenger;
 mod producer;
 mod resources;
@@ -18,6 +19,7 @@ use crate::harness::{requests, say};
 
 pub use churn::{Churn, Stage, Work};
 pub use consumer::{Read, ReadResult};
+pub use disorder::{Disorder, Disordered};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use producer::{Counted, Layout, Started};
 pub use resources::Resources;
@@ -54,6 +56,7 @@ pub fn run(role: &str, arguments: &str) {
         "read" => consumer::run(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
+        "disorder" => disorder::run(&serde_json::from_str(arguments).unwrap()),
         "churn" => churn::run(&serde_json::from_str(arguments).unwrap()),
         "many" => sleepers::many(&serde_json::from_str(arguments).unwrap()),
         "echo" => sleepers::echo(),
