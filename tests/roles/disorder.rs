@@ -267,9 +267,14 @@ impl Run<'_> {
         }
     }
 
-    /// Gives up memory that a read was started into just now.
+    /// Gives up memory that a read was started into just now, and perhaps cancelled.
     fn give_up_in_use(&mut self) {
         let Some(number) = self.read() else { return };
+        if let Some(flight) = self.flights.last()
+            && self.random.once_in(2)
+        {
+            flight.transfer.cancel();
+        }
         let place = self
             .consumer
             .pieces
