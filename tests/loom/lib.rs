@@ -1,7 +1,7 @@
 //! Every interleaving of the engine's own concurrent types, under loom.
 //!
 //! `build.rs` puts `wake.rs` and `completion.rs` of the engine here, as they are and with planted
-//! mistakes; [`sync`] has loom's primitives for them. Each model holds for the real type, and fails
+//! mistakes; `sync.rs` has loom's primitives for them. Each model holds for the real type, and fails
 //! for the mistakes that it is there to find. Nothing here needs UCX, or `--cfg loom`.
 
 #![cfg(test)]

@@ -14,6 +14,7 @@ use super::resources::Resources;
 use super::{Layout, Packed, SHUTDOWN, assert_generation, config, connect};
 use crate::harness::{PATIENCE, requests, say};
 use crate::pattern::wrong_bytes;
+use crate::random::Random;
 
 /// What is done over and over.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
@@ -96,7 +97,7 @@ struct Consumer<'a> {
     read: u64,
     cancelled: u64,
     lane: String,
-    random: u64,
+    random: Random,
 }
 
 pub(super) fn run(churn: &Churn) {
@@ -105,7 +106,7 @@ pub(super) fn run(churn: &Churn) {
         read: 0,
         cancelled: 0,
         lane: String::new(),
-        random: 1,
+        random: Random::new(1),
     };
     match churn.work {
         Work::Transfers => consumer.transfers(),
@@ -220,7 +221,10 @@ impl Consumer<'_> {
         cancelled: bool,
     ) -> Reading {
         let pairs: Vec<BlockPair> = (0..BLOCKS)
-            .map(|block| BlockPair::new(place * BLOCKS + block, self.random_block()))
+            .map(|block| {
+                let remote = self.random.below(self.churn.layout.blocks as usize);
+                BlockPair::new(place * BLOCKS + block, remote as u32)
+            })
             .collect();
         let transfer = peer.read(tables, &pairs).unwrap();
         if cancelled {
@@ -255,14 +259,6 @@ impl Consumer<'_> {
     fn read_once(&mut self, room: &Room, peer: &Peer) {
         let reading = self.begin(peer, &both(room, peer), 0, false);
         self.finish(room, reading);
-    }
-
-    /// A block of the producer, from xorshift.
-    fn random_block(&mut self) -> u32 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        (self.random % u64::from(self.churn.layout.blocks)) as u32
     }
 }
 

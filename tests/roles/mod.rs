@@ -2,6 +2,7 @@
 
 mod churn;
 mod consumer;
+mod disorder;
 mod engine;
 mod messenger;
 pub mod native;
@@ -23,6 +24,7 @@ use crate::harness::{requests, say};
 
 pub use churn::{Churn, Stage, Work};
 pub use consumer::{Read, ReadResult};
+pub use disorder::{Disorder, Disordered};
 pub use engine::{Connected, Ended, EngineChild, EngineSpec, Memory};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use pinned::{Pinned, PinnedResult};
@@ -78,6 +80,7 @@ pub fn run(role: &str, arguments: &str) {
         "register" => native::register(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
+        "disorder" => disorder::run(&serde_json::from_str(arguments).unwrap()),
         "churn" => churn::run(&serde_json::from_str(arguments).unwrap()),
         "many" => sleepers::many(&serde_json::from_str(arguments).unwrap()),
         "echo" => sleepers::echo(),
