@@ -80,7 +80,7 @@ impl Link {
 
     /// Starts a forced close; true if it goes on and an event will tell. The handle is not used
     /// again.
-    fn close(&self, endpoint: EndpointId, operations: &mut Operations) -> bool {
+    pub(super) fn close(&self, endpoint: EndpointId, operations: &mut Operations) -> bool {
         let close = Operation::Close {
             endpoint,
             side: self.side,
@@ -119,7 +119,8 @@ pub(super) enum Phase {
 
 /// An endpoint of the fabric.
 pub(super) struct Endpoint {
-    pub(super) message: Link,
+    /// `None` when it was closed with sends under way: see `Lingering`.
+    pub(super) message: Option<Link>,
     /// Or why there is none.
     pub(super) data: Result<Link, String>,
     pub(super) phase: Phase,
@@ -127,47 +128,39 @@ pub(super) struct Endpoint {
     pub(super) pending: usize,
     /// Sends among them.
     pub(super) sends: usize,
-    /// Whether the message side still is to be closed.
-    message_is_open: bool,
 }
 
 impl Endpoint {
     pub(super) fn new(message: Link, data: Result<Link, String>) -> Self {
         Self {
-            message,
+            message: Some(message),
             data,
             phase: Phase::Open,
             pending: 0,
             sends: 0,
-            message_is_open: true,
         }
     }
 
-    /// Begins to close: the data side by force and at once, since its reads write to memory of ours,
-    /// the message side when its sends have ended.
-    ///
-    /// Those end when the peer takes them or when its connection breaks, and touch only their own
-    /// buffers. UCX's tcp is not to be closed by force before: it forgets to say that it waits for
-    /// room no more, and when that peer dies later, it uses the connection after it has freed it
-    /// (measured with 1.13.1 and 1.22.0, a crash each time).
+    /// Closes both sides by force; the message side only if it has no sends, or its worker is about to be
+    /// destroyed.
     pub(super) fn close(&mut self, endpoint: EndpointId, operations: &mut Operations) {
-        if self.phase != Phase::Closing {
-            self.phase = Phase::Closing;
-            if let Ok(data) = &self.data {
-                self.pending += usize::from(data.close(endpoint, operations));
-            }
+        if self.phase == Phase::Closing {
+            return;
         }
-        if self.sends == 0 {
-            self.close_message(endpoint, operations);
+        self.phase = Phase::Closing;
+        for link in [self.message.as_ref(), self.data.as_ref().ok()]
+            .into_iter()
+            .flatten()
+        {
+            self.pending += usize::from(link.close(endpoint, operations));
         }
     }
 
-    /// Closes the message side by force, whatever is under way on it. Only right before its worker is
-    /// destroyed, or if nothing is.
-    pub(super) fn close_message(&mut self, endpoint: EndpointId, operations: &mut Operations) {
-        if std::mem::take(&mut self.message_is_open) {
-            self.pending += usize::from(self.message.close(endpoint, operations));
-        }
+    /// Gives the message side away, with the sends on it.
+    pub(super) fn take_message(&mut self) -> Option<(Link, usize)> {
+        let sends = std::mem::take(&mut self.sends);
+        self.pending -= sends.min(self.pending);
+        Some((self.message.take()?, sends))
     }
 
     /// Closes the data side alone, whose worker is about to be destroyed.
@@ -181,6 +174,6 @@ impl Endpoint {
 
     /// Whether everything on it has ended.
     pub(super) fn is_closed(&self) -> bool {
-        self.phase == Phase::Closing && self.pending == 0 && !self.message_is_open
+        self.phase == Phase::Closing && self.pending == 0
     }
 }

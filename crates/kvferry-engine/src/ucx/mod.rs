@@ -15,6 +15,7 @@
 mod callbacks;
 mod endpoint;
 mod exit_hook;
+mod lingering;
 mod log;
 mod memlock;
 mod memory;
@@ -47,6 +48,7 @@ use ucx_sys::{
 
 use self::callbacks::{Event, Mailbox};
 use self::endpoint::{Endpoint, Link, Phase, Side};
+use self::lingering::Lingering;
 use self::memory::{Memory, memory_type};
 use self::native::DataPlan;
 use self::operations::{Operation, Operations, Submitted};
@@ -82,6 +84,10 @@ pub struct UcxFabric {
     memory: Memory,
     operations: Operations,
     copiers: Copiers,
+    /// Message sides of closed endpoints.
+    lingering: Lingering,
+    /// Sends that went with them and were not reported.
+    orphaned: Vec<(EndpointId, usize)>,
     /// Endpoints that UCX has closed and copies have not left.
     copying: Vec<EndpointId>,
     mailbox: Rc<Mailbox>,
@@ -148,6 +154,8 @@ impl UcxFabric {
             memory: Memory::default(),
             operations: Operations::new(Rc::clone(&mailbox)),
             copiers: Copiers::new()?,
+            lingering: Lingering::default(),
+            orphaned: Vec::new(),
             copying: Vec::new(),
             mailbox,
         })
@@ -232,14 +240,21 @@ impl UcxFabric {
     /// An operation of an endpoint has ended.
     fn one_less(&mut self, operation: &Operation) {
         let endpoint = operation.endpoint();
+        match operation {
+            Operation::Orphan { .. } => {
+                self.lingering.send_ended(endpoint, &mut self.operations);
+                return;
+            }
+            Operation::Close {
+                side: Side::Message,
+                ..
+            } if self.lingering.closed(endpoint) => return,
+            _ => {}
+        }
         if let Some(found) = self.endpoints.get_mut(&endpoint) {
             found.pending = found.pending.saturating_sub(1);
             if let Operation::Send { .. } = operation {
                 found.sends = found.sends.saturating_sub(1);
-            }
-            if found.phase == Phase::Closing {
-                // Perhaps its last send.
-                found.close(endpoint, &mut self.operations);
             }
             if found.is_closed() {
                 self.closing.push(endpoint);
@@ -250,6 +265,14 @@ impl UcxFabric {
     /// Reports endpoints whose last operation has ended.
     fn report_closed(&mut self, sink: &mut dyn Sink) -> bool {
         let mut any = false;
+        for (endpoint, sends) in std::mem::take(&mut self.orphaned) {
+            for _ in 0..sends {
+                any = true;
+                let error = FabricError::new("ucp_am_send_nbx", "the endpoint was closed");
+                let buffer = SendBuffer::new(self.capabilities.max_segment_bytes);
+                sink.sent(endpoint, buffer, Err(error));
+            }
+        }
         for endpoint in std::mem::take(&mut self.closing) {
             if self
                 .endpoints
@@ -274,10 +297,18 @@ impl UcxFabric {
     fn close_all(&mut self) {
         let endpoints: Vec<EndpointId> = self.endpoints.keys().copied().collect();
         for endpoint in endpoints {
-            if let Some(found) = self.endpoints.get_mut(&endpoint) {
-                found.close_message(endpoint, &mut self.operations);
-            }
-            self.close(endpoint);
+            self.close_by_force(endpoint);
+        }
+        self.lingering.close_all(&mut self.operations);
+    }
+
+    fn close_by_force(&mut self, endpoint: EndpointId) {
+        let Some(found) = self.endpoints.get_mut(&endpoint) else {
+            return;
+        };
+        found.close(endpoint, &mut self.operations);
+        if found.is_closed() {
+            self.closing.push(endpoint);
         }
     }
 
@@ -318,6 +349,7 @@ impl UcxFabric {
         while let Some(event) = self.mailbox.pop() {
             self.handle(event, sink);
         }
+        self.lingering.clear();
         for operation in self.operations.take_all() {
             let ended = |call| Err(FabricError::new(call, "the fabric was shut down"));
             report(operation, ended, sink);
@@ -403,7 +435,8 @@ impl Fabric for UcxFabric {
         // SAFETY: the endpoint is open, so neither link was closed and no failure was reported;
         // both belong to workers of this thread.
         let of = |link: &Link| transports::names(&unsafe { transports::of(link.handle()) });
-        let message = of(&found.message);
+        // Given away only when it is closed.
+        let message = found.message.as_ref().map_or_else(String::new, of);
         match &found.data {
             Ok(data) => format!("messages over {message}, data over {}", of(data)),
             Err(_) => format!("messages over {message}"),
@@ -420,7 +453,12 @@ impl Fabric for UcxFabric {
             Ok(open) => open,
             Err(error) => return Err((buffer, error)),
         };
-        let link = found.message.handle();
+        let Some(link) = found.message.as_ref().map(Link::handle) else {
+            return Err((
+                buffer,
+                FabricError::new(CALL, "the endpoint is being closed"),
+            ));
+        };
         let send = Operation::Send { endpoint, buffer };
         let submitted = operations.submit(
             send,
@@ -574,13 +612,16 @@ impl Fabric for UcxFabric {
     }
 
     fn close(&mut self, endpoint: EndpointId) {
-        let Some(found) = self.endpoints.get_mut(&endpoint) else {
-            return;
-        };
-        found.close(endpoint, &mut self.operations);
-        if found.is_closed() {
-            self.closing.push(endpoint);
+        if let Some(found) = self.endpoints.get_mut(&endpoint)
+            && found.phase != Phase::Closing
+            && found.sends > 0
+            && let Some((link, sends)) = found.take_message()
+        {
+            self.operations.orphan(endpoint);
+            self.lingering.insert(endpoint, link, sends);
+            self.orphaned.push((endpoint, sends));
         }
+        self.close_by_force(endpoint);
     }
 
     fn progress(&mut self, sink: &mut dyn Sink) -> bool {
@@ -610,6 +651,7 @@ impl Fabric for UcxFabric {
         };
         let idle = self.mailbox.is_empty()
             && self.closing.is_empty()
+            && self.orphaned.is_empty()
             && workers.iter().all(Worker::arm)
             && self.mailbox.is_empty()
             && self.copiers.arm() == Armed::Idle;

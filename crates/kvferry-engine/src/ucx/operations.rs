@@ -25,6 +25,11 @@ pub(super) enum Operation {
         endpoint: EndpointId,
         buffer: SendBuffer,
     },
+    /// One whose endpoint was closed for its owner; its buffer interests nobody.
+    Orphan {
+        endpoint: EndpointId,
+        buffer: SendBuffer,
+    },
     /// A GET.
     Read {
         endpoint: EndpointId,
@@ -38,6 +43,7 @@ impl Operation {
     pub(super) fn endpoint(&self) -> EndpointId {
         match self {
             Self::Send { endpoint, .. }
+            | Self::Orphan { endpoint, .. }
             | Self::Read { endpoint, .. }
             | Self::Close { endpoint, .. } => *endpoint,
         }
@@ -132,6 +138,18 @@ impl Operations {
         let operation = self.slots.get_mut(index)?.operation.take()?;
         self.free.push(index);
         Some(operation)
+    }
+
+    /// Makes orphans of an endpoint's sends. Their buffers stay where they are.
+    pub(super) fn orphan(&mut self, of: EndpointId) {
+        for slot in &mut self.slots {
+            slot.operation = match slot.operation.take() {
+                Some(Operation::Send { endpoint, buffer }) if endpoint == of => {
+                    Some(Operation::Orphan { endpoint, buffer })
+                }
+                other => other,
+            };
+        }
     }
 
     /// Takes out what belongs to the data worker. Only when that is gone and cannot end it any more.

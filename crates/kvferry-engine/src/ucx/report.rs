@@ -13,6 +13,8 @@ pub(super) fn report(
         Operation::Send { endpoint, buffer } => {
             sink.sent(endpoint, buffer, result("ucp_am_send_nbx"));
         }
+        // Reported when its endpoint was closed.
+        Operation::Orphan { buffer, .. } => drop(buffer),
         Operation::Read { token, .. } => sink.read_done(token, result("ucp_get_nbx")),
         // That the endpoint is closed is said when its last operation has ended.
         Operation::Close { endpoint, .. } => {
