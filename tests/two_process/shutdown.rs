@@ -3,11 +3,11 @@
 use std::time::{Duration, Instant};
 
 use kvferry_tests::harness::{Case, Child, until};
-use kvferry_tests::roles::{Order, Published, PublisherCounters, Settings};
+use kvferry_tests::roles::{Done, Order, Published, PublisherCounters, Settings};
 
 use super::support::{
-    LANES, SLACK, begin, connect, consumer, finish, losing_case, obey, order, publish, publisher,
-    reader,
+    LANES, SLACK, begin, connect, consumer, copies, finish, losing_case, obey, order, publish,
+    publisher_for, reader,
 };
 
 const BLOCKS: u32 = 512;
@@ -47,9 +47,9 @@ fn begin_of_a_stopped(
 /// C57: a consumer ends within its limit although of its three peers one is dead and one stands
 /// still, with a read in flight from each. The others live.
 fn c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane: &'static str, end: End) {
-    let mut live = publish(&publisher("live", BLOCKS, BYTES), &[]);
-    let mut killed = publish(&publisher("killed", BLOCKS, BYTES), &[]);
-    let mut stopped = publish(&publisher("stopped", BLOCKS, BYTES), &[]);
+    let mut live = publish(&publisher_for(lane, "live", BLOCKS, BYTES), &[]);
+    let mut killed = publish(&publisher_for(lane, "killed", BLOCKS, BYTES), &[]);
+    let mut stopped = publish(&publisher_for(lane, "stopped", BLOCKS, BYTES), &[]);
     let mut ending = reader("ending", BLOCKS, BYTES, Settings::default(), &[]);
     begin_of_a_stopped(&mut ending, "killed", &killed, lane);
     killed.0.kill();
@@ -57,10 +57,32 @@ fn c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane: &'static s
     begin_of_a_stopped(&mut ending, "live", &live, lane);
     live.0.go_on();
     let (started, limit) = (Instant::now(), Duration::from_secs(2));
+    // Copies have been made meanwhile: some more, and the end right behind their start.
+    let copied = if copies(lane) {
+        &["live", "stopped"][..]
+    } else {
+        &[]
+    };
+    for name in copied {
+        let start = Order::Start {
+            name: (*name).into(),
+            table: 1,
+            timeout_ms: 60_000,
+        };
+        order(&mut ending, &start);
+    }
+    let begun = |ending: &Child| {
+        for _ in copied {
+            let started: Done = ending.hear();
+            assert_eq!(started.error, "");
+        }
+    };
     match end {
         End::Shutdown => {
             let limit_ms = limit.as_millis() as u64;
-            let done = obey(&mut ending, &Order::Shutdown { limit_ms });
+            order(&mut ending, &Order::Shutdown { limit_ms });
+            begun(&ending);
+            let done: Done = ending.hear();
             assert_eq!(done.error, "");
             assert!(u128::from(done.elapsed_ms) < (limit + SLACK).as_millis());
             assert_eq!((done.quarantined, done.open), ((0, 0), 0));
@@ -70,7 +92,9 @@ fn c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane: &'static s
             }
         }
         End::Drop => {
-            let done = obey(&mut ending, &Order::Drop);
+            order(&mut ending, &Order::Drop);
+            begun(&ending);
+            let done: Done = ending.hear();
             assert!(u128::from(done.elapsed_ms) < (limit + SLACK).as_millis());
             for name in ["killed", "stopped", "live"] {
                 assert_eq!(finish(&mut ending, name).wrong_bytes, 0, "{name}");
@@ -96,7 +120,7 @@ fn c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane: &'static s
 
 /// C57, from the other side: a producer whose consumers stand still or are dead while it serves them.
 fn c57_a_producer_with_stopped_and_dead_consumers_ends_in_time(lane: &'static str) {
-    let (mut producer, published) = publish(&publisher("producer", BLOCKS, BYTES), &[]);
+    let (mut producer, published) = publish(&publisher_for(lane, "producer", BLOCKS, BYTES), &[]);
     let mut consumers = ["live", "killed", "stopped"].map(|name| {
         let mut consumer = reader(name, BLOCKS, BYTES, Settings::default(), &[]);
         assert_eq!(connect(&mut consumer, "p", &published, lane).error, "");
@@ -139,9 +163,11 @@ pub(crate) fn cases() -> Vec<Case> {
         }
     }
     // Not over emulated reads: UCX aborts if the reader is killed in the middle of one.
-    cases.push(Case::new(
-        "c57_a_producer_with_stopped_and_dead_consumers_ends_in_time::served",
-        || c57_a_producer_with_stopped_and_dead_consumers_ends_in_time("served"),
-    ));
+    for lane in ["served", "mapped", "attached"] {
+        cases.push(Case::new(
+            format!("c57_a_producer_with_stopped_and_dead_consumers_ends_in_time::{lane}"),
+            move || c57_a_producer_with_stopped_and_dead_consumers_ends_in_time(lane),
+        ));
+    }
     cases
 }
