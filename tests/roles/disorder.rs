@@ -30,6 +30,8 @@ pub struct Disorder {
     /// Whether the producer may give up regions that a peer may be reading. Not where reads are
     /// emulated by UCX: it reads whatever address it is sent.
     pub withdraw: bool,
+    /// Whether all of the producer's memory is pools, as only those can be mapped.
+    pub pools: bool,
 }
 
 /// How reads ended.
@@ -124,7 +126,7 @@ impl Run<'_> {
             &mut self.consumer
         };
         if side.pieces.len() < 8 {
-            side.add(&mut self.random, producer);
+            side.add(&mut self.random, producer, producer && self.plan.pools);
             self.result.regions += 1;
         }
     }

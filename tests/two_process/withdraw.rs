@@ -97,6 +97,9 @@ fn a_region_is_taken_away_while_it_is_read(lane: &'static str, busy: bool) {
     });
     stop.store(true, Ordering::Relaxed);
     other.join().unwrap();
+    // The description still names what is gone, and the lane does for the rest.
+    let peer = consumer.connect(published.description.unpack(), lane);
+    consumer.reads(&peer, 1);
     assert_eq!(consumer.wrong(0, false), 0, "nothing is written any more");
     assert!(peer.gone().is_none());
     consumer.is_quiet();
