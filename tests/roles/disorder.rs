@@ -195,6 +195,11 @@ impl Run<'_> {
                 self.result.lost += 1;
                 None
             }
+            // Known by a description that is older.
+            Err(ReadError::Withdrawn { .. }) => {
+                self.result.refused += 1;
+                None
+            }
             Err(error) => panic!("{error}"),
         }
     }
@@ -208,9 +213,11 @@ impl Run<'_> {
         match peer.read(&[both], &[]) {
             // Nothing to read: only the names are looked at.
             Ok(transfer) => drop(transfer.wait(PATIENCE).unwrap().unwrap()),
-            Err(ReadError::LocalTable { .. } | ReadError::StaleTable { .. }) => {
-                self.result.refused += 1;
-            }
+            Err(
+                ReadError::LocalTable { .. }
+                | ReadError::StaleTable { .. }
+                | ReadError::Withdrawn { .. },
+            ) => self.result.refused += 1,
             Err(ReadError::PeerGone(_)) => self.result.lost += 1,
             Err(error) => panic!("{error}"),
         }
