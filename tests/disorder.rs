@@ -15,6 +15,7 @@ fn disorder(lane: &str, seed: u64, steps: u32) -> Disorder {
         seed,
         steps,
         withdraw: lane != "native",
+        pools: lane == "mapped",
     }
 }
 
@@ -84,7 +85,7 @@ fn why_no_valgrind() -> Option<String> {
 
 fn main() -> ExitCode {
     let mut cases = Vec::new();
-    for lane in ["served", "native"] {
+    for lane in ["served", "native", "mapped", "attached"] {
         cases.push(Case::new(format!("c54_in_any_order::{lane}"), move || {
             c54_in_any_order(lane);
         }));

@@ -30,6 +30,8 @@ pub struct Disorder {
     /// Whether the producer may give up regions that a peer may be reading. Not where reads are
     /// emulated by UCX: it reads whatever address it is sent.
     pub withdraw: bool,
+    /// Whether all of the producer's memory is pools, as only those can be mapped.
+    pub pools: bool,
 }
 
 /// How reads ended.
@@ -124,7 +126,7 @@ impl Run<'_> {
             &mut self.consumer
         };
         if side.pieces.len() < 8 {
-            side.add(&mut self.random, producer);
+            side.add(&mut self.random, producer, producer && self.plan.pools);
             self.result.regions += 1;
         }
     }
@@ -193,6 +195,11 @@ impl Run<'_> {
                 self.result.lost += 1;
                 None
             }
+            // Known by a description that is older.
+            Err(ReadError::Withdrawn { .. }) => {
+                self.result.refused += 1;
+                None
+            }
             Err(error) => panic!("{error}"),
         }
     }
@@ -206,9 +213,11 @@ impl Run<'_> {
         match peer.read(&[both], &[]) {
             // Nothing to read: only the names are looked at.
             Ok(transfer) => drop(transfer.wait(PATIENCE).unwrap().unwrap()),
-            Err(ReadError::LocalTable { .. } | ReadError::StaleTable { .. }) => {
-                self.result.refused += 1;
-            }
+            Err(
+                ReadError::LocalTable { .. }
+                | ReadError::StaleTable { .. }
+                | ReadError::Withdrawn { .. },
+            ) => self.result.refused += 1,
             Err(ReadError::PeerGone(_)) => self.result.lost += 1,
             Err(error) => panic!("{error}"),
         }

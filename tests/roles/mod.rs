@@ -30,7 +30,7 @@ pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use pinned::{Pinned, PinnedResult};
 pub use producer::{Counted, Layout, Started};
 pub use publisher::{
-    GivenUp, OVERWRITE_CHANNEL, Published, Publisher, PublisherCounters, descriptors,
+    GivenUp, NEW_OWNERS, OVERWRITE_CHANNEL, Published, Publisher, PublisherCounters, descriptors,
 };
 pub use reader::{Done, Order, Reader};
 pub use resources::Resources;

@@ -1,15 +1,18 @@
-//! A producer of two regions: one is borrowed and can be taken away, the other stays.
+//! A producer of two regions: one can be taken away, and is borrowed or a pool; the other stays.
 //!
-//! Its requests: `deregister MS` and `settle` give the borrowed region up and take the memory away
-//! at once, `park` and `go` hold its progress thread up, `counters` tells numbers.
+//! Its requests: `deregister MS` and `settle` give the first region up and take the memory away
+//! at once, `park` and `go` hold its progress thread up, `counters` tells numbers. On `restart` the
+//! memory gets another content, and the engine another life in the same process.
 #![allow(unsafe_code)]
 
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::ptr::NonNull;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use kvferry_engine::{
-    Engine, HostPool, MemoryRegion, Region, Replies, Sender, Service, Table, TableSpec,
+    Engine, HostPool, MemoryRegion, Region, Replies, Sender, Service, ShareSocket, Table, TableSpec,
 };
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
 use serde::{Deserialize, Serialize};
@@ -32,6 +35,10 @@ pub struct Publisher {
     pub blocks: u32,
     /// Bytes per block.
     pub block_bytes: u64,
+    /// Whether the first region is a pool too, so that all of it can be mapped.
+    pub pools: bool,
+    /// Where its share socket is a file, if it is one.
+    pub share: Option<PathBuf>,
     /// What is not as usual.
     pub settings: Settings,
 }
@@ -43,7 +50,12 @@ pub struct Published {
     pub description: Packed,
     /// The UCX that it loaded.
     pub ucx: (u32, u32),
+    /// The file of the first region, by its number, if it is a pool.
+    pub pool: Option<u64>,
 }
+
+/// What the memory of a publisher holds when it is somebody else's.
+pub const NEW_OWNERS: u8 = 0x3C;
 
 /// How a region was given up.
 #[derive(Debug, Deserialize)]
@@ -69,42 +81,64 @@ pub struct PublisherCounters {
     pub descriptors: usize,
 }
 
-/// Memory of its own mapping, so that all of it can be taken away.
-struct Borrowed {
-    base: NonNull<u8>,
-    bytes: usize,
+/// Memory that can be taken away.
+enum First {
+    /// Of its own mapping, and no pool of anybody's.
+    Borrowed {
+        base: NonNull<u8>,
+        bytes: usize,
+    },
+    Pool(Arc<HostPool>),
 }
 
-impl Borrowed {
-    fn new(bytes: usize) -> Self {
+impl First {
+    fn new(bytes: usize, pool: bool) -> Self {
+        if pool {
+            return Self::Pool(HostPool::new(bytes).unwrap());
+        }
         let bytes = bytes.next_multiple_of(rustix::param::page_size());
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
         let base =
             unsafe { mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE) };
-        Self {
+        Self::Borrowed {
             base: NonNull::new(base.unwrap().cast()).unwrap(),
             bytes,
         }
     }
 
     fn region(&self) -> MemoryRegion {
-        // SAFETY: mapped until it is taken away, which happens when it has been given up; nobody
-        // refers to its bytes; it is host memory.
-        unsafe { MemoryRegion::borrowed(self.base, self.bytes) }.unwrap()
+        match self {
+            // SAFETY: mapped until it is taken away, which happens when it has been given up; nobody
+            // refers to its bytes; it is host memory.
+            Self::Borrowed { base, bytes } => unsafe { MemoryRegion::borrowed(*base, *bytes) },
+            Self::Pool(pool) => pool.region(),
+        }
+        .unwrap()
     }
 
-    /// From now on an access kills the process.
+    /// The number of a pool's file.
+    fn file(&self) -> Option<u64> {
+        let Self::Pool(pool) = self else { return None };
+        let file = std::fs::File::from(pool.fd().try_clone_to_owned().unwrap());
+        Some(file.metadata().unwrap().ino())
+    }
+
+    /// It is somebody else's: an access to borrowed memory kills the process, and whoever has the
+    /// pool mapped finds other bytes.
     fn take_away(&self) {
-        // SAFETY: the mapping is ours, and no operation uses it any more: that is what is tested.
-        unsafe {
-            mprotect(
-                self.base.as_ptr().cast(),
-                self.bytes,
-                MprotectFlags::empty(),
-            )
+        match self {
+            // SAFETY: the mapping is ours, and no operation uses it any more: that is what is tested.
+            Self::Borrowed { base, bytes } => unsafe {
+                mprotect(base.as_ptr().cast(), *bytes, MprotectFlags::empty()).unwrap();
+            },
+            Self::Pool(_) => self.overwrite(),
         }
-        .unwrap();
+    }
+
+    fn overwrite(&self) {
+        let region = self.region();
+        region.fill(0, region.bytes(), NEW_OWNERS).unwrap();
     }
 }
 
@@ -144,64 +178,108 @@ impl Service for Park {
     }
 }
 
+/// A life of the engine.
+struct Life {
+    engine: Engine,
+    region: Option<Region>,
+    _kept: Region,
+    go: mpsc::Sender<()>,
+    want: mpsc::Sender<()>,
+    is_parked: mpsc::Receiver<()>,
+}
+
+impl Life {
+    /// Starts one over memory that is filled with the pattern, or left as it is.
+    fn start(publisher: &Publisher, first: &First, second: &Arc<HostPool>, filled: bool) -> Self {
+        let (parked, is_parked) = mpsc::channel();
+        let (go, told) = mpsc::channel();
+        let (want, wanted) = mpsc::channel();
+        let park = Park {
+            parked,
+            go: told,
+            wanted,
+        };
+        let mut config = config(&publisher.name);
+        publisher.settings.apply(&mut config);
+        if let Some(directory) = &publisher.share {
+            config.share_socket = ShareSocket::Directory(directory.clone());
+        }
+        // The overwriting service needs a table, which needs an engine: it is lent one later.
+        let (lend, lent) = mpsc::channel::<Overwrite>();
+        let engine = Engine::builder(config)
+            .service(PARK_CHANNEL, Box::new(park))
+            .service(OVERWRITE_CHANNEL, Box::new(Lent { lent, inner: None }))
+            .start()
+            .unwrap();
+        assert_generation(&engine);
+        let spec = TableSpec::dense(publisher.block_bytes, publisher.blocks);
+        let memory = first.region();
+        let region = engine.register(&memory).unwrap();
+        let table = engine.add_table(&region, spec.clone()).unwrap();
+        let others = second.region().unwrap();
+        let kept = engine.register(&others).unwrap();
+        let other = engine.add_table(&kept, spec.layer(1)).unwrap();
+        if filled {
+            pattern::fill(&table, &memory);
+            pattern::fill(&other, &others);
+        }
+        lend.send(Overwrite { memory, table }).unwrap();
+        Self {
+            engine,
+            region: Some(region),
+            _kept: kept,
+            go,
+            want,
+            is_parked,
+        }
+    }
+
+    fn end(self) {
+        drop(self.go);
+        self.engine.shutdown(SHUTDOWN).unwrap();
+    }
+
+    fn introduce(&self, first: &First) {
+        let ucx = self.engine.ucx_version().unwrap();
+        say(&json!({
+            "description": Packed::of(&self.engine),
+            "ucx": (ucx.major, ucx.minor),
+            "pool": first.file(),
+        }));
+    }
+}
+
 pub(super) fn run(publisher: &Publisher) {
-    let borrowed = Borrowed::new((u64::from(publisher.blocks) * publisher.block_bytes) as usize);
-    let (parked, is_parked) = mpsc::channel();
-    let (go, told) = mpsc::channel();
-    let (want, wanted) = mpsc::channel();
-    let park = Park {
-        parked,
-        go: told,
-        wanted,
-    };
-    let mut config = config(&publisher.name);
-    publisher.settings.apply(&mut config);
-    // The overwriting service needs a table, which needs an engine: it is lent one later.
-    let (lend, lent) = mpsc::channel::<Overwrite>();
-    let engine = Engine::builder(config)
-        .service(PARK_CHANNEL, Box::new(park))
-        .service(OVERWRITE_CHANNEL, Box::new(Lent { lent, inner: None }))
-        .start()
-        .unwrap();
-    assert_generation(&engine);
-    let spec = TableSpec::dense(publisher.block_bytes, publisher.blocks);
-    let memory = borrowed.region();
-    let region = engine.register(&memory).unwrap();
-    let table = engine.add_table(&region, spec.clone()).unwrap();
-    pattern::fill(&table, &memory);
-    lend.send(Overwrite { memory, table }).unwrap();
-    let pool = HostPool::new((u64::from(publisher.blocks) * publisher.block_bytes) as usize);
-    let kept = pool.unwrap().region().unwrap();
-    let _kept = engine.register(&kept).unwrap();
-    pattern::fill(&engine.add_table(&_kept, spec.layer(1)).unwrap(), &kept);
-    let ucx = engine.ucx_version().unwrap();
-    say(&json!({ "description": Packed::of(&engine), "ucx": (ucx.major, ucx.minor) }));
-    let mut region = Some(region);
+    let bytes = (u64::from(publisher.blocks) * publisher.block_bytes) as usize;
+    let first = First::new(bytes, publisher.pools);
+    let second = HostPool::new(bytes).unwrap();
+    let mut life = Life::start(publisher, &first, &second, true);
+    life.introduce(&first);
     for request in requests() {
         match request.split_once(' ').unwrap_or((&request, "")) {
             ("deregister", ms) => {
                 let limit = Duration::from_millis(ms.parse().unwrap());
-                give_up(region.take().unwrap(), limit, &borrowed);
+                give_up(life.region.take().unwrap(), limit, &first);
             }
             ("settle", _) => {
                 let started = Instant::now();
-                while engine.counters().quarantined_regions > 0 {
+                while life.engine.counters().quarantined_regions > 0 {
                     assert!(started.elapsed() < PATIENCE, "still in quarantine");
                     std::thread::yield_now();
                 }
-                borrowed.take_away();
+                first.take_away();
                 let elapsed = started.elapsed().as_millis() as u64;
                 say(&json!({ "error": "", "elapsed_ms": elapsed }));
             }
             ("park", _) => {
-                want.send(()).unwrap();
-                engine.wake_services().unwrap();
-                is_parked.recv_timeout(PATIENCE).unwrap();
+                life.want.send(()).unwrap();
+                life.engine.wake_services().unwrap();
+                life.is_parked.recv_timeout(PATIENCE).unwrap();
                 say(&json!({ "parked": true }));
             }
-            ("go", _) => go.send(()).unwrap(),
+            ("go", _) => life.go.send(()).unwrap(),
             ("counters", _) => {
-                let counters = engine.counters();
+                let counters = life.engine.counters();
                 say(&json!({
                     "peers_connected": counters.peers_connected,
                     "peers_lost": counters.peers_lost,
@@ -210,18 +288,25 @@ pub(super) fn run(publisher: &Publisher) {
                     "descriptors": descriptors(),
                 }));
             }
+            ("restart", _) => {
+                life.end();
+                first.overwrite();
+                let others = second.region().unwrap();
+                others.fill(0, others.bytes(), NEW_OWNERS).unwrap();
+                life = Life::start(publisher, &first, &second, false);
+                life.introduce(&first);
+            }
             (other, _) => panic!("no request {other:?}"),
         }
     }
-    drop(go);
-    engine.shutdown(SHUTDOWN).unwrap();
+    life.end();
 }
 
-fn give_up(region: Region, limit: Duration, borrowed: &Borrowed) {
+fn give_up(region: Region, limit: Duration, first: &First) {
     let started = Instant::now();
     let result = region.deregister(limit);
     if result.is_ok() {
-        borrowed.take_away();
+        first.take_away();
     }
     let elapsed = started.elapsed().as_millis() as u64;
     let error = result.err().map(|error| error.to_string());

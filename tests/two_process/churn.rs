@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use kvferry_tests::harness::{Case, Child};
 use kvferry_tests::roles::{Churn, Layout, Resources, Stage, Started, Work};
 
+use super::support::LANES;
+
 /// The first stage warms up: allocators, queues and UCX's own pools reach their sizes.
 const STAGES: u64 = 10;
 
@@ -90,7 +92,7 @@ fn flat(work: Work, per_stage: u64, lane: &'static str, transports: Option<&'sta
 
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    for lane in ["served", "native"] {
+    for lane in LANES {
         for (name, work, per_stage) in [
             ("c69_a_hundred_thousand_transfers", Work::Transfers, 10_000),
             ("c69_ten_thousand_registrations", Work::Registrations, 1000),

@@ -5,6 +5,7 @@
 mod churn;
 mod ends;
 mod idle;
+mod lives;
 mod memory;
 mod messages;
 mod mixed;
@@ -32,6 +33,7 @@ fn main() -> std::process::ExitCode {
     cases.extend(mixed::cases());
     cases.extend(order::cases());
     cases.extend(peers::cases());
+    cases.extend(lives::cases());
     cases.extend(withdraw::cases());
     kvferry_tests::harness::main(cases)
 }

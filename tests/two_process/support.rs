@@ -14,7 +14,13 @@ use kvferry_tests::roles::{
 };
 use serde_json::Value;
 
-pub(crate) const LANES: [&str; 2] = ["served", "native"];
+pub(crate) const LANES: [&str; 4] = ["served", "native", "mapped", "attached"];
+
+/// Whether the bytes of a lane are copied out of the peer's memory by this process itself: a peer
+/// that stands still is read all the same.
+pub(crate) fn copies(lane: &str) -> bool {
+    matches!(lane, "mapped" | "attached")
+}
 
 /// What a deadline may be late by on a busy machine.
 pub(crate) const SLACK: Duration = Duration::from_secs(15);
@@ -44,8 +50,26 @@ pub(crate) fn publisher(name: &str, blocks: u32, block_bytes: u64) -> Publisher 
         name: name.into(),
         blocks,
         block_bytes,
+        pools: false,
+        share: None,
         settings: Settings::default(),
     }
+}
+
+/// A publisher whose memory can be read over a lane.
+pub(crate) fn publisher_for(lane: &str, name: &str, blocks: u32, block_bytes: u64) -> Publisher {
+    let mut publisher = publisher(name, blocks, block_bytes);
+    publisher.pools = lane == "mapped";
+    publisher
+}
+
+/// Whether a process has a file mapped, by the file's number.
+pub(crate) fn has_mapped(pid: u32, file: u64) -> bool {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap();
+    let file = file.to_string();
+    maps.lines().any(|line| {
+        line.contains("/memfd:kvferry-pool") && line.split_whitespace().nth(4) == Some(&file)
+    })
 }
 
 pub(crate) fn publish(publisher: &Publisher, environment: Environment<'_>) -> (Child, Published) {

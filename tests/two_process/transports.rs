@@ -147,8 +147,8 @@ fn c48_require_rdma_fails_instead_of_emulating() {
 
 /// Two network namespaces with one link between them, and in each an interface that leads nowhere. They are
 /// gone when this is dropped.
-struct Namespaces {
-    names: [String; 2],
+pub(crate) struct Namespaces {
+    pub(crate) names: [String; 2],
 }
 
 /// Addresses of the link's ends, and of the interfaces that lead nowhere.
@@ -156,7 +156,7 @@ const LINK: [&str; 2] = ["10.71.0.1/24", "10.71.0.2/24"];
 const NOWHERE: [&str; 2] = ["10.72.0.1/24", "10.73.0.1/24"];
 
 impl Namespaces {
-    fn new(test: &str) -> Self {
+    pub(crate) fn new(test: &str) -> Self {
         let name = |side: &str| format!("kvf-{}-{test}-{side}", std::process::id());
         let made = Self {
             names: [name("a"), name("b")],
@@ -217,7 +217,7 @@ fn wait_until_up(namespace: &str, device: &str) {
     }
 }
 
-fn ip(arguments: &str) {
+pub(crate) fn ip(arguments: &str) {
     let output = Command::new("ip")
         .args(arguments.split(' '))
         .output()
@@ -227,7 +227,7 @@ fn ip(arguments: &str) {
 }
 
 /// Why there can be no namespaces, if so.
-fn no_namespaces() -> Option<String> {
+pub(crate) fn no_namespaces() -> Option<String> {
     if is_child() {
         return None;
     }

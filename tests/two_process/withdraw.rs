@@ -9,17 +9,18 @@ use kvferry_tests::harness::{Case, until};
 use kvferry_tests::roles::{GivenUp, PublisherCounters, Settings};
 
 use super::support::{
-    LANES, SLACK, begin, connect, consumer, finish, publish, publisher, reader, reads_all, start,
+    LANES, SLACK, begin, connect, consumer, finish, has_mapped, publish, publisher_for, reader,
+    reads_all, start,
 };
 
 const BLOCKS: u32 = 64;
 const BYTES: u64 = 16 << 10;
 
 /// A producer gives a region up while it is read in a loop, and its memory is inaccessible from that
-/// moment on: an access would kill it. With `busy`, the call does not wait, and the region is given
-/// up by itself.
+/// moment on: an access would kill it, or fail where it is ours. A pool gets another content instead, and
+/// is not mapped here any more. With `busy`, the call does not wait, and the region is given up by itself.
 fn a_region_is_taken_away_while_it_is_read(lane: &'static str, busy: bool) {
-    let (mut producer, published) = publish(&publisher("producer", BLOCKS, BYTES), &[]);
+    let (mut producer, published) = publish(&publisher_for(lane, "producer", BLOCKS, BYTES), &[]);
     let consumer = Arc::new(consumer(Settings::default(), BLOCKS, BYTES));
     let peer = consumer.connect(published.description.unpack(), lane);
     let (rounds, others) = (Arc::<AtomicU64>::default(), Arc::<AtomicU64>::default());
@@ -59,6 +60,12 @@ fn a_region_is_taken_away_while_it_is_read(lane: &'static str, busy: bool) {
     until("some reads", || {
         rounds.load(Ordering::Relaxed) > 10 && others.load(Ordering::Relaxed) > 10
     });
+    let mapped = || {
+        published
+            .pool
+            .is_some_and(|pool| has_mapped(std::process::id(), pool))
+    };
+    assert_eq!(mapped(), lane == "mapped");
     if busy {
         let given_up: GivenUp = producer.ask("deregister 0");
         assert!(
@@ -72,6 +79,7 @@ fn a_region_is_taken_away_while_it_is_read(lane: &'static str, busy: bool) {
         let given_up: GivenUp = producer.ask("deregister 60000");
         assert_eq!(given_up.error, "");
     }
+    assert!(!mapped(), "the region was given up, and is mapped here");
     let error = withdrawn.join().unwrap();
     assert!(
         matches!(
@@ -89,6 +97,9 @@ fn a_region_is_taken_away_while_it_is_read(lane: &'static str, busy: bool) {
     });
     stop.store(true, Ordering::Relaxed);
     other.join().unwrap();
+    // The description still names what is gone, and the lane does for the rest.
+    let peer = consumer.connect(published.description.unpack(), lane);
+    consumer.reads(&peer, 1);
     assert_eq!(consumer.wrong(0, false), 0, "nothing is written any more");
     assert!(peer.gone().is_none());
     consumer.is_quiet();
@@ -101,7 +112,7 @@ fn a_region_is_taken_away_while_it_is_read(lane: &'static str, busy: bool) {
 /// disconnected by the limit, and the region is given up then.
 fn a_stopped_consumer_holds_a_region_until_the_limit(lane: &'static str, in_flight: bool) {
     let blocks = if in_flight { 2048 } else { BLOCKS };
-    let mut publisher = publisher("producer", blocks, BYTES);
+    let mut publisher = publisher_for(lane, "producer", blocks, BYTES);
     publisher.settings.withdraw = Some(1500);
     let (mut producer, published) = publish(&publisher, &[]);
     let hasty = Settings {
@@ -112,6 +123,9 @@ fn a_stopped_consumer_holds_a_region_until_the_limit(lane: &'static str, in_flig
     };
     let mut stopped = reader("stopped", blocks, BYTES, hasty, &[]);
     reads_all(&mut stopped, "p", &published, lane);
+    let pid = stopped.pid();
+    let mapped = || published.pool.is_some_and(|pool| has_mapped(pid, pool));
+    assert_eq!(mapped(), lane == "mapped");
     if in_flight {
         begin(&mut stopped, "p", 0);
     }
@@ -156,6 +170,7 @@ fn a_stopped_consumer_holds_a_region_until_the_limit(lane: &'static str, in_flig
         "{}",
         started.error
     );
+    assert!(!mapped(), "the region was given up, and is mapped there");
     stopped.finish_well();
     producer.finish_well();
 }

@@ -120,8 +120,9 @@ impl Side {
         self.pieces.iter_mut().find(|piece| piece.number == number)
     }
 
-    /// Registers memory, sometimes twice, with one to three tables; with the pattern, if asked.
-    pub(super) fn add(&mut self, random: &mut Random, filled: bool) {
+    /// Registers memory, a pool or not, sometimes twice, with one to three tables; with the pattern, if
+    /// asked.
+    pub(super) fn add(&mut self, random: &mut Random, filled: bool, pool: bool) {
         let number = self.next;
         self.next += 1;
         let block_bytes = [64, 1 << 10, 32 << 10][random.below(3)];
@@ -130,7 +131,7 @@ impl Side {
         let layers = 1 + random.below(3) as u32;
         let span = u64::from(blocks) * block_stride;
         let bytes = (span * u64::from(layers)) as usize;
-        let (heap, memory) = if random.once_in(3) {
+        let (heap, memory) = if random.once_in(3) || pool {
             (None, HostPool::new(bytes).unwrap().region().unwrap())
         } else {
             let heap = Heap::new(bytes);

@@ -18,7 +18,7 @@ use kvferry_wire::{Description, ShareRequest, UcxVersion};
 use crate::error::ConnectError;
 use crate::fabric::NativeReads;
 use crate::peer::{Greeted, PeerShared};
-use crate::same_host::{SameHost, fetch, reachable};
+use crate::same_host::{SameHost, UsedRegions, fetch, reachable};
 use crate::shared::Shared;
 
 /// How bytes move.
@@ -104,6 +104,8 @@ pub(crate) struct Situation<'a> {
     pub(crate) native: &'a NativeReads,
     pub(crate) ours: Option<UcxVersion>,
     pub(crate) peer: &'a Description,
+    /// Where its blocks lie.
+    pub(crate) used: &'a UsedRegions,
     /// What the peer shares, or why it shares nothing.
     pub(crate) same_host: Result<&'a SameHost, &'a str>,
     /// What the endpoint to the peer got.
@@ -115,12 +117,12 @@ impl Situation<'_> {
     pub(crate) fn refusal(&self, lane: Lane) -> Option<String> {
         match lane {
             Lane::Mapped => match self.same_host {
-                Ok(same_host) => same_host.mapped_refusal(self.peer),
+                Ok(same_host) => same_host.mapped_refusal(self.used),
                 Err(reason) => Some(reason.into()),
             },
             Lane::Native => self.native_refusal(),
             Lane::Attached => match self.same_host {
-                Ok(same_host) => same_host.attached_refusal(self.peer),
+                Ok(same_host) => same_host.attached_refusal(self.used),
                 Err(reason) => Some(reason.into()),
             },
             Lane::Served => None,
@@ -195,10 +197,11 @@ pub(crate) fn handle(
 ) -> Result<PeerShared, ConnectError> {
     let peer = &greeted.description;
     let strict = shared.config.require_rdma;
+    let used = || UsedRegions::of(peer, |region| greeted.life.is_withdrawn(region));
     let same_host = match choice {
         LaneChoice::Pinned(Lane::Native | Lane::Served) => Err("it was not asked".into()),
         _ if strict => Err("require_rdma is set".into()),
-        _ => same_host(shared, peer, deadline),
+        _ => same_host(shared, peer, &used(), deadline),
     };
     if greeted.gone.get().is_some() {
         // Lost meanwhile, and so is what it shared.
@@ -208,6 +211,7 @@ pub(crate) fn handle(
         // Withdrawn while it was fetched.
         same_host.forget_all(|region| greeted.life.is_withdrawn(region));
     }
+    let used = used();
     let unknown = NativeReads::Unavailable("the engine has not started".into());
     let capabilities = shared.started.get().map(|started| &started.capabilities);
     let situation = Situation {
@@ -215,6 +219,7 @@ pub(crate) fn handle(
         ours: shared.ucx_version(),
         peer,
         endpoint: greeted.native,
+        used: &used,
         same_host: same_host.as_deref().map_err(String::as_str),
     };
     let name = format!("{} {}", peer.engine, peer.rank);
@@ -284,11 +289,12 @@ fn warn_once(shared: &Shared, peer: &str, situation: &Situation<'_>) {
 fn same_host(
     shared: &Shared,
     peer: &Description,
+    used: &UsedRegions,
     deadline: Instant,
 ) -> Result<Arc<SameHost>, String> {
     let name = reachable(&shared.host, peer)?;
     let known = shared.same_host().get(&peer.incarnation).cloned();
-    if let Some(known) = known.filter(|known| known.covers(peer)) {
+    if let Some(known) = known.filter(|known| known.covers(used)) {
         return Ok(known);
     }
     let request = ShareRequest {

@@ -104,6 +104,7 @@ fn the_first_usable_lane_is_chosen_and_emulation_never() {
             native,
             ours,
             peer: &peer,
+            used: &UsedRegions::default(),
             same_host: Err("elsewhere"),
             endpoint: endpoint.clone(),
         };

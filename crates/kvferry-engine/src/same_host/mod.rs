@@ -9,7 +9,7 @@
 mod client;
 mod server;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -144,37 +144,44 @@ impl SameHost {
         self.process.as_ref().map_err(String::as_str)
     }
 
-    /// Whether every region with tables has been asked for; a peer may have added some since.
-    pub(crate) fn covers(&self, peer: &Description) -> bool {
+    /// Whether all of these regions have been asked for; a peer may have added some since.
+    pub(crate) fn covers(&self, used: &UsedRegions) -> bool {
         let pools = self.pools();
-        pools.len() >= peer.regions.len()
-            || used_regions(peer).all(|(region, _)| pools.contains_key(&region))
+        used.0.iter().all(|(region, _)| pools.contains_key(region))
     }
 
-    /// Why the mapped lane cannot be used, or nothing.
-    pub(crate) fn mapped_refusal(&self, peer: &Description) -> Option<String> {
-        used_regions(peer).find_map(|(region, _)| self.pool(region).err())
+    /// Why the mapped lane cannot be used for these regions, or nothing.
+    pub(crate) fn mapped_refusal(&self, used: &UsedRegions) -> Option<String> {
+        let mut regions = used.0.iter();
+        regions.find_map(|&(region, _)| self.pool(region).err())
     }
 
-    /// Why the attached lane cannot be used, or nothing.
-    pub(crate) fn attached_refusal(&self, peer: &Description) -> Option<String> {
+    /// Why the attached lane cannot be used for these regions, or nothing.
+    pub(crate) fn attached_refusal(&self, used: &UsedRegions) -> Option<String> {
         if let Err(reason) = self.process() {
             return Some(reason.into());
         }
-        used_regions(peer).find_map(|(region, kind)| {
+        used.0.iter().find_map(|&(region, kind)| {
             let other = kind != MemoryKind::Host;
             other.then(|| format!("its region {region} is {kind} memory"))
         })
     }
 }
 
-/// The regions that blocks lie in, with their kinds.
-fn used_regions(peer: &Description) -> impl Iterator<Item = (u32, MemoryKind)> + '_ {
-    let used = |region: u32| peer.tables.iter().any(|table| table.region == region);
-    peer.regions
-        .iter()
-        .filter(move |region| used(region.id))
-        .map(|region| (region.id, region.kind))
+/// The regions that a peer's blocks lie in, with their kinds, without those that it has withdrawn: an
+/// old description goes on naming those, and no lane need reach them.
+#[derive(Debug, Default)]
+pub(crate) struct UsedRegions(Vec<(u32, MemoryKind)>);
+
+impl UsedRegions {
+    pub(crate) fn of(peer: &Description, withdrawn: impl Fn(u32) -> bool) -> Self {
+        let named: HashSet<u32> = peer.tables.iter().map(|table| table.region).collect();
+        let used = peer
+            .regions
+            .iter()
+            .filter(|region| named.contains(&region.id) && !withdrawn(region.id));
+        Self(used.map(|region| (region.id, region.kind)).collect())
+    }
 }
 
 /// Why nothing of a peer can be shared, before it is asked; or the name of its socket.
