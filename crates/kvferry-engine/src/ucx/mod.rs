@@ -467,7 +467,9 @@ impl Fabric for UcxFabric {
             |send, param| {
                 let segment = match send {
                     Operation::Send { buffer, .. } => buffer.segment(),
-                    Operation::Read { .. } | Operation::Close { .. } => &[],
+                    Operation::Orphan { .. } | Operation::Read { .. } | Operation::Close { .. } => {
+                        &[]
+                    }
                 };
                 let (bytes, count) = (segment.as_ptr().cast(), segment.len());
                 // SAFETY: the endpoint is open. The bytes are in their place and are not moved,

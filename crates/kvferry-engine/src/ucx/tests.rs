@@ -73,7 +73,7 @@ fn the_longest_segment_is_one_fragment() {
     let chosen = std::env::vars().find(|(name, _)| name.ends_with("_SEG_SIZE"));
     assert_eq!(chosen, None, "unset it: the default is tested here");
     assert_eq!(max, 261_888);
-    let link = a.fabric.endpoints[&to_b].message.handle();
+    let link = a.fabric.endpoints[&to_b].message.as_ref().unwrap().handle();
     // SAFETY: the endpoint is open; the result is a string of malloc's.
     let text = unsafe { worker::owned(kvf_ep_text(link)) };
     let limits = [
@@ -481,7 +481,7 @@ fn addresses_and_keys_that_are_no_such_thing_do_no_harm() {
 fn foreign_messages_are_protocol_errors() {
     let (mut a, mut b) = (Node::new(false), Node::new(false));
     let to_b = a.connect(1, &b);
-    let link = a.fabric.endpoints[&to_b].message.handle();
+    let link = a.fabric.endpoints[&to_b].message.as_ref().unwrap().handle();
     let (bytes, header) = (pattern(3, 100_000), [1_u8; 4]);
     let foreign = [
         (UCP_AM_SEND_FLAG_RNDV, &header[..0]),
