@@ -48,7 +48,7 @@ fn a_region_is_taken_away_while_it_is_read(lane: &'static str, busy: bool) {
         }
     });
     let other = std::thread::spawn({
-        let (consumer, peer) = (Arc::clone(&consumer), peer.clone());
+        let (consumer, peer) = (Arc::clone(&consumer), peer);
         let (others, stop) = (Arc::clone(&others), Arc::clone(&stop));
         move || {
             while !stop.load(Ordering::Relaxed) {

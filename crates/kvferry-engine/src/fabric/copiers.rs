@@ -27,7 +27,7 @@ const DEFAULT_THREADS: NonZeroUsize = NonZeroUsize::MIN;
 struct Job {
     endpoint: EndpointId,
     token: ReadToken,
-    batch: CopyBatch,
+    batch: Box<CopyBatch>,
 }
 
 struct Ended {
@@ -75,8 +75,8 @@ impl Copiers {
         &mut self,
         endpoint: EndpointId,
         token: ReadToken,
-        batch: CopyBatch,
-    ) -> Result<(), (CopyBatch, FabricError)> {
+        batch: Box<CopyBatch>,
+    ) -> Result<(), (Box<CopyBatch>, FabricError)> {
         let jobs = match &self.jobs {
             Some(jobs) => jobs,
             None => match self.start() {

@@ -329,8 +329,8 @@ impl Fabric for LoopbackFabric {
         &mut self,
         endpoint: EndpointId,
         token: ReadToken,
-        batch: CopyBatch,
-    ) -> Result<(), (CopyBatch, FabricError)> {
+        batch: Box<CopyBatch>,
+    ) -> Result<(), (Box<CopyBatch>, FabricError)> {
         if !self.endpoints.contains_key(&endpoint) {
             return Err((batch, FabricError::new("copy", "the endpoint was closed")));
         }

@@ -142,7 +142,7 @@ pub struct ReadOperation<'a> {
 /// How a batch of copies has ended.
 #[derive(Debug)]
 pub struct CopyEnd {
-    pub(crate) batch: CopyBatch,
+    pub(crate) batch: Box<CopyBatch>,
     pub(crate) result: Result<CopyStats, CopyError>,
 }
 
@@ -240,8 +240,8 @@ pub trait Fabric {
         &mut self,
         endpoint: EndpointId,
         token: ReadToken,
-        batch: CopyBatch,
-    ) -> Result<(), (CopyBatch, FabricError)>;
+        batch: Box<CopyBatch>,
+    ) -> Result<(), (Box<CopyBatch>, FabricError)>;
     /// How many copy threads there are to be; before the first batch.
     fn set_copy_threads(&mut self, threads: NonZeroUsize);
     /// Destroys what carries one-sided reads and makes it anew, because a closed endpoint's reads did

@@ -76,7 +76,8 @@ pub(crate) struct Core {
     pub(super) free_buffers: Vec<SendBuffer>,
     pub(super) flights: Flights,
     pub(super) escalations: Escalations,
-    pub(super) free_batches: Vec<CopyBatch>,
+    #[expect(clippy::vec_box, reason = "they go to threads and back as they are")]
+    pub(super) free_batches: Vec<Box<CopyBatch>>,
     pub(super) now: Instant,
     /// When everything that had arrived had last been looked at.
     pub(super) drained: Instant,

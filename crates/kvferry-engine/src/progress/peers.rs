@@ -232,14 +232,15 @@ impl Core {
             Phase::Leaving { reason, .. } => &reason.clone(),
             _ => reason,
         };
+        // Counted first, so that whoever sees it gone finds it so.
+        if peer.set_suspect(false) {
+            subtract(&self.shared.counters.peers_suspect, 1);
+        }
         let _ = peer.gone.set(reason.to_owned());
         peer.jobs.clear();
         peer.reads.clear();
         peer.outbox = Outbox::default();
         peer.owed.clear();
-        if peer.set_suspect(false) {
-            subtract(&self.shared.counters.peers_suspect, 1);
-        }
         self.asked.ending(id);
         let incarnation = peer.incarnation();
         let endpoint = peer.endpoint;

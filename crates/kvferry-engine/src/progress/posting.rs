@@ -329,7 +329,7 @@ impl Core {
         Some(peer)
     }
 
-    fn recycle_batch(&mut self, mut batch: CopyBatch) {
+    fn recycle_batch(&mut self, mut batch: Box<CopyBatch>) {
         // What it kept alive is let go of now, not when it is used again.
         batch.reset(None);
         if self.free_batches.len() < MAX_FREE_BATCHES {

@@ -559,8 +559,8 @@ impl Fabric for UcxFabric {
         &mut self,
         endpoint: EndpointId,
         token: ReadToken,
-        batch: CopyBatch,
-    ) -> Result<(), (CopyBatch, FabricError)> {
+        batch: Box<CopyBatch>,
+    ) -> Result<(), (Box<CopyBatch>, FabricError)> {
         match self.open("copy", endpoint) {
             Ok(_) => self.copiers.submit(endpoint, token, batch),
             Err(error) => Err((batch, error)),

@@ -118,8 +118,8 @@ impl Fabric for SlowEnd {
         &mut self,
         endpoint: EndpointId,
         token: ReadToken,
-        batch: CopyBatch,
-    ) -> Result<(), (CopyBatch, FabricError)> {
+        batch: Box<CopyBatch>,
+    ) -> Result<(), (Box<CopyBatch>, FabricError)> {
         self.fabric.copy(endpoint, token, batch)
     }
     fn set_copy_threads(&mut self, threads: NonZeroUsize) {

@@ -73,7 +73,7 @@ impl OwnedRead {
 pub(super) enum Post {
     Send(SendBuffer),
     Read(OwnedRead),
-    Copy(ReadToken, CopyBatch),
+    Copy(ReadToken, Box<CopyBatch>),
 }
 
 /// A post that has not begun.
@@ -547,7 +547,7 @@ impl Sink for State {
 }
 
 /// The end of a batch of which nothing was copied, as if all was.
-pub(super) fn not_copied(batch: CopyBatch) -> CopyEnd {
+pub(super) fn not_copied(batch: Box<CopyBatch>) -> CopyEnd {
     CopyEnd {
         batch,
         result: Ok(CopyStats::default()),

@@ -124,9 +124,9 @@ impl<F: Fabric> FaultFabric<F> {
         &mut self,
         endpoint: EndpointId,
         token: ReadToken,
-        batch: CopyBatch,
+        batch: Box<CopyBatch>,
         fate: Fate,
-    ) -> Result<(), (CopyBatch, FabricError)> {
+    ) -> Result<(), (Box<CopyBatch>, FabricError)> {
         let number = self.state.next_read;
         self.state.next_read += 1;
         self.inner.copy(endpoint, ReadToken(number), batch)?;
@@ -338,8 +338,8 @@ impl<F: Fabric> Fabric for FaultFabric<F> {
         &mut self,
         endpoint: EndpointId,
         token: ReadToken,
-        batch: CopyBatch,
-    ) -> Result<(), (CopyBatch, FabricError)> {
+        batch: Box<CopyBatch>,
+    ) -> Result<(), (Box<CopyBatch>, FabricError)> {
         const FAULTS: &[Fault] = &[
             Fault::CopyRefused,
             Fault::CopyStuck,

@@ -202,7 +202,7 @@ impl Bench {
         let (at, to) = (number * READ, (&self.ours, number * READ));
         batch.add_from_pool(&self.mapped, at, to, READ).unwrap();
         let token = ReadToken(number);
-        let taken = self.fabric.copy(endpoint, token, batch).is_ok();
+        let taken = self.fabric.copy(endpoint, token, Box::new(batch)).is_ok();
         if taken {
             self.sink.reads.insert(token, endpoint);
             self.copies += 1;
