@@ -3,8 +3,10 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod churn;
+mod corpus;
 mod ends;
 mod idle;
+mod intruder;
 mod memory;
 mod messages;
 mod mixed;
@@ -33,5 +35,6 @@ fn main() -> std::process::ExitCode {
     cases.extend(order::cases());
     cases.extend(peers::cases());
     cases.extend(withdraw::cases());
+    cases.extend(corpus::cases());
     kvferry_tests::harness::main(cases)
 }
