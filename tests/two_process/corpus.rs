@@ -177,12 +177,11 @@ fn undisturbed(targets: &[&str], step: usize, bother: impl Fn(&mut Target, &[Gar
     // Long enough for strangers to be forgotten.
     assert!(target.child.is_quiet_for(Duration::from_secs(3)));
     let before: Resources = target.child.ask("resources");
-    let began = Instant::now();
     bother(&mut target, &all);
-    eprintln!("{} pieces of garbage in {:?}", all.len(), began.elapsed());
     reading.goes_on();
     let limit = before.and(&ALLOWED);
     let after = target.settled(Some(limit));
+    eprintln!("{} pieces of garbage: {before:?}, {after:?}", all.len());
     assert!(after.is_within(&limit), "{before:?} became {after:?}");
     reading.finish();
     newcomer(&target.description);

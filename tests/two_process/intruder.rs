@@ -192,11 +192,15 @@ impl Intruder {
         }
     }
 
-    /// Becomes a peer, on another connection.
+    /// Becomes a peer, on another connection: also of UCX, which keeps a socket on both sides until both
+    /// have closed it.
     pub(crate) fn greet(&mut self) {
         let hello = kvferry_engine::wire::encode_hello(&self.hello()).unwrap();
         let deadline = Instant::now() + PATIENCE;
         loop {
+            if std::mem::take(&mut self.endpoint.1) {
+                self.fabric.close(self.endpoint.0);
+            }
             self.begin();
             self.message(&hello);
             let (endpoint, ours) = (self.endpoint, self.connection);
