@@ -326,10 +326,11 @@ fn told(address: SocketAddr, bytes: &[u8]) -> Vec<u8> {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut answer = Vec::new();
     // It may have hung up at the first bytes.
-    if stream.write_all(bytes).is_ok() && stream.shutdown(Shutdown::Write).is_ok() {
-        if let Err(error) = stream.read_to_end(&mut answer) {
-            assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
-        }
+    if stream.write_all(bytes).is_ok()
+        && stream.shutdown(Shutdown::Write).is_ok()
+        && let Err(error) = stream.read_to_end(&mut answer)
+    {
+        assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset);
     }
     answer
 }
