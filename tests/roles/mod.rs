@@ -28,7 +28,7 @@ pub use disorder::{Disorder, Disordered};
 pub use engine::{Connected, Ended, EngineChild, EngineSpec, Memory};
 pub use messenger::{FloodResult, Renewal, RenewalResult};
 pub use pinned::{Pinned, PinnedResult};
-pub use producer::{Counted, Layout, Started};
+pub use producer::{Counted, Endured, Layout, Started};
 pub use publisher::{
     GivenUp, NEW_OWNERS, OVERWRITE_CHANNEL, Published, Publisher, PublisherCounters, descriptors,
 };

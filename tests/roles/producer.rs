@@ -1,12 +1,14 @@
-//! A producer: blocks filled with the pattern, a lease table, a counter of messages.
+//! A producer: blocks filled with the pattern, a lease table, a counter of messages, and a directory if
+//! one is asked for.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use kvferry_connector::directory::{DirectoryConfig, DirectoryServer};
 use kvferry_connector::lease::{LeaseConfig, LeaseService, StepLeases};
 use kvferry_engine::wire::lease::LEASE_CHANNEL;
-use kvferry_engine::wire::{Epoch, Instance, RequestId};
+use kvferry_engine::wire::{EngineId, Epoch, Instance, Rank, RequestId};
 use kvferry_engine::{
     Engine, HostPool, HostPoolOptions, HugePages, MemoryRegion, Replies, Sender, Service, Table,
     TableSpec,
@@ -91,6 +93,48 @@ pub struct Counted {
     pub cpu_ms: u64,
 }
 
+/// What a producer has put up with.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Endured {
+    /// Segments it dropped.
+    pub segments_dropped: u64,
+    /// Peers that were greeted and answered.
+    pub peers_connected: u64,
+    /// Peers that ended.
+    pub peers_lost: u64,
+    /// Connections that its directory accepted.
+    pub connections: u64,
+    /// Requests that its directory answered, with entries or a refusal.
+    pub answered: u64,
+    /// Connections that its directory closed because of what they sent.
+    pub garbage: u64,
+    /// Connections that its directory closed because they took too long, or to make room.
+    pub too_slow: u64,
+}
+
+fn endured(engine: &Engine, directory: Option<&DirectoryServer>) -> Endured {
+    let counters = engine.counters();
+    let stats = directory.map(DirectoryServer::stats).unwrap_or_default();
+    Endured {
+        segments_dropped: counters.segments_dropped,
+        peers_connected: counters.peers_connected,
+        peers_lost: counters.peers_lost,
+        connections: stats.connections,
+        answered: stats.served + stats.refused,
+        garbage: stats.garbage,
+        too_slow: stats.timed_out + stats.evicted,
+    }
+}
+
+/// A directory with this engine in it.
+fn directory(engine: &Engine) -> DirectoryServer {
+    let config = DirectoryConfig::new(EngineId::new("producer").unwrap());
+    let directory = DirectoryServer::bind("127.0.0.1:0", config).unwrap();
+    let description = engine.describe().unwrap().encode().unwrap();
+    directory.publish(Rank::default(), description).unwrap();
+    directory
+}
+
 /// Counts numbered messages and answers each thousandth, so that a sender can bound what is queued.
 struct CountService {
     in_order: Arc<AtomicU64>,
@@ -147,6 +191,7 @@ pub(super) fn run(layout: &Layout) {
         "warnings": warnings(&engine),
     }));
     let mut issued = 0;
+    let mut served = None;
     for request in requests() {
         match request.split_once(' ').unwrap_or((&request, "")) {
             ("count", _) => {
@@ -160,6 +205,11 @@ pub(super) fn run(layout: &Layout) {
                     "cpu_ms": cpu_ms(),
                 }));
             }
+            ("directory", _) => {
+                let directory = served.insert(directory(&engine));
+                say(&json!(directory.local_addr()));
+            }
+            ("endured", _) => say(&json!(endured(&engine, served.as_ref()))),
             ("resources", _) => say(&json!(Resources::now())),
             ("register", count) => {
                 register_often(&engine, count.parse().unwrap());

@@ -3,8 +3,10 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod churn;
+mod corpus;
 mod ends;
 mod idle;
+mod intruder;
 mod lives;
 mod memory;
 mod messages;
@@ -35,5 +37,6 @@ fn main() -> std::process::ExitCode {
     cases.extend(peers::cases());
     cases.extend(lives::cases());
     cases.extend(withdraw::cases());
+    cases.extend(corpus::cases());
     kvferry_tests::harness::main(cases)
 }
