@@ -5,7 +5,7 @@
 
 use std::collections::HashMap;
 
-use kvferry_wire::{RegionDescription, TransferId};
+use kvferry_wire::{RegionDescription, RejectCode, TransferId};
 
 use super::core::Core;
 use super::peers::{Endpoint, PeerState};
@@ -146,7 +146,7 @@ impl Core {
             .regions
             .iter()
             .find(|region| region.id == region_id);
-        let remote = remote.ok_or_else(|| no_region(region_id))?;
+        let remote = remote.ok_or_else(|| no_region(pair.remote.id))?;
         let (local, theirs) = (pair.local.region(), Chunks::of(remote));
         let chunks = (local.chunks, theirs);
         let step = state
@@ -233,7 +233,7 @@ impl Core {
             if attached {
                 let regions = &peer.description.regions;
                 let remote = regions.iter().find(|region| region.id == region_id);
-                let remote = remote.ok_or_else(|| no_region(region_id))?;
+                let remote = remote.ok_or_else(|| no_region(pair.remote.id))?;
                 batch.add_from_process(remote.base + offset, to, bytes)?;
             } else {
                 let pool = same_host
@@ -348,8 +348,13 @@ enum Turn {
     NoRoom,
 }
 
-fn no_region(region: u32) -> TransferError {
-    TransferError::Protocol(format!("its table names region {region}, which it has not"))
+/// A description's tables lie in its regions: a newer description of the peer has this one no more, and
+/// overtook the withdrawal.
+fn no_region(table: u32) -> TransferError {
+    TransferError::Rejected {
+        code: RejectCode::Withdrawn,
+        detail: u64::from(table),
+    }
 }
 
 /// What the peer shares has changed since the lane was chosen.
