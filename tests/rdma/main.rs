@@ -35,6 +35,8 @@ fn main() -> std::process::ExitCode {
 /// Like a production engine: nothing emulated. Patient, since a virtual machine may be slow.
 fn settings() -> EngineSettings {
     EngineSettings {
+        // Two devices stand for two hosts.
+        alone: true,
         allow_emulation: false,
         connect_ms: 40_000,
         ..EngineSettings::default()

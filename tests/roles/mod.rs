@@ -16,7 +16,7 @@ mod sleepers;
 use std::time::Duration;
 
 use kvferry_engine::wire::{Description, EngineId};
-use kvferry_engine::{BlockPair, Engine, EngineConfig, Peer};
+use kvferry_engine::{BlockPair, Engine, EngineConfig, Peer, ShareSocket};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 
@@ -104,6 +104,8 @@ pub struct EngineSettings {
     pub transports: Option<String>,
     /// See `EngineConfig`.
     pub net_devices: Option<String>,
+    /// Shares nothing on this host, as if its peers were on others.
+    pub alone: bool,
     /// Time after which a silent peer is suspect, in milliseconds; 0 for the default.
     pub suspect_ms: u64,
     /// Time for a greeting to be answered, in milliseconds; 0 for the default.
@@ -117,6 +119,7 @@ impl Default for EngineSettings {
             require_rdma: false,
             transports: None,
             net_devices: None,
+            alone: false,
             suspect_ms: 0,
             connect_ms: 0,
         }
@@ -208,6 +211,9 @@ pub fn config(name: &str) -> EngineConfig {
     let mut config = EngineConfig::new(EngineId::new(name).unwrap());
     config.allow_emulation = settings.allow_emulation;
     config.require_rdma = settings.require_rdma;
+    if settings.alone {
+        config.share_socket = ShareSocket::Off;
+    }
     config.transports = settings.transports;
     config.net_devices = settings.net_devices;
     if settings.suspect_ms > 0 {
