@@ -36,6 +36,7 @@ mod engine;
 mod error;
 mod exit;
 pub mod fabric;
+mod generations;
 mod lane;
 mod memory;
 mod message;

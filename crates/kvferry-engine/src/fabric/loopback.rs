@@ -115,6 +115,7 @@ impl LoopbackFabric {
                 max_segment_bytes,
                 native: NativeReads::Real,
                 transports: "loopback".into(),
+                loopback: false,
                 max_registration_bytes: None,
                 pins_memory: false,
                 warnings: Vec::new(),

@@ -73,6 +73,8 @@ pub struct Capabilities {
     pub native: NativeReads,
     /// The transports and devices that were found here, for errors and logs.
     pub transports: String,
+    /// Whether a loopback device is among those.
+    pub loopback: bool,
     /// The longest range that can be registered at once, in bytes; longer regions are registered in
     /// chunks. `None` where no limit is known.
     pub max_registration_bytes: Option<u64>,

@@ -17,6 +17,7 @@ use kvferry_wire::{Description, ShareRequest, UcxVersion};
 
 use crate::error::ConnectError;
 use crate::fabric::NativeReads;
+use crate::generations::can_unpack;
 use crate::peer::{Greeted, PeerShared};
 use crate::same_host::{SameHost, UsedRegions, fetch, reachable};
 use crate::shared::Shared;
@@ -306,15 +307,6 @@ fn same_host(
         .same_host()
         .insert(peer.incarnation, Arc::clone(&fetched));
     Ok(fetched)
-}
-
-/// Whether a UCX of version `ours` reads the packed keys of version `theirs`.
-///
-/// The packed format changed after 1.13: later versions do not read 1.13's, while 1.13 reads theirs
-/// (measured with 1.13.1 and 1.22.0 in both directions).
-pub(crate) fn can_unpack(ours: UcxVersion, theirs: UcxVersion) -> bool {
-    let old = |version: UcxVersion| (version.major, version.minor) <= (1, 13);
-    old(ours) || !old(theirs)
 }
 
 #[cfg(test)]

@@ -11,7 +11,8 @@ use crate::command::ConnectCommand;
 use crate::config::incompatibility;
 use crate::counters::add;
 use crate::error::ConnectError;
-use crate::fabric::{EndpointId, Fabric};
+use crate::fabric::{EndpointId, Fabric, FabricError};
+use crate::generations::misread;
 use crate::message::Inbox;
 
 /// An engine that has sent segments but no whole greeting.
@@ -58,13 +59,23 @@ impl Core {
             }));
             return;
         }
+        let name = format!("{} {}", description.engine, description.rank);
+        let found = fabric.capabilities();
+        let same_host = description.host == self.shared.host;
+        if let Some(reason) = misread(found.ucx, description.ucx, same_host, found.loopback) {
+            let _ = reply.send(Err(ConnectError::Unreachable {
+                peer: name,
+                tried: found.transports.clone(),
+                source: FabricError::new("connect", reason),
+            }));
+            return;
+        }
         let deadline = self.now + timeout;
         let phase = Phase::Greeting {
             since: self.now,
             deadline,
             waiters: Vec::new(),
         };
-        let name = format!("{} {}", description.engine, description.rank);
         let expects = description.incarnation;
         let id = self.add_peer(
             Arc::clone(&description),

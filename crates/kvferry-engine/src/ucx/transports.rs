@@ -5,6 +5,8 @@
 //! have a real GET is said in `native`.
 
 use std::ffi::{CStr, c_char, c_uint};
+use std::fs;
+use std::path::Path;
 
 use ucx_sys::{
     EpQueryTransports, KVF_EP_ATTR_FIELD_TRANSPORTS, UCS_OK, features, kvf_context_text,
@@ -31,6 +33,12 @@ impl Resource {
     /// Whether it is this transport, for data.
     pub(super) fn is_primary(&self, transport: &str) -> bool {
         self.transport == transport && !self.auxiliary
+    }
+
+    /// Whether it is a loopback device of the network (`ARPHRD_LOOPBACK`).
+    pub(super) fn is_loopback(&self) -> bool {
+        let path = Path::new("/sys/class/net").join(&self.device).join("type");
+        fs::read_to_string(path).is_ok_and(|kind| kind.trim() == "772")
     }
 }
 
