@@ -1,5 +1,9 @@
-//! What a connector needs on top of the engine: finding peers, leases, and notify-to-free.
+//! What a connector needs on top of the engine: finding peers, leases and notify-to-free; and the
+//! connectors themselves, with the contract that a scheduler and its workers drive them by.
 
+pub mod contract;
 pub mod directory;
 pub mod lease;
 mod limit;
+pub mod remote;
+pub mod storage;

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use kvferry_wire::{Epoch, RequestId};
+use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::state::Lease;
@@ -19,7 +20,7 @@ use super::state::Lease;
 /// let nothing_new = StepLeases { issued_up_to: 17, ..StepLeases::default() };
 /// assert!(nothing_new.is_empty());
 /// ```
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepLeases {
     /// The scheduler half's high-water mark: it has issued no epoch above this one, and those at
     /// or under it that were not reserved here by now never will be. 0 before the first.

@@ -11,10 +11,12 @@ use std::time::Instant;
 use kvferry_wire::lease::{Gone, Verdict};
 use kvferry_wire::{ReaderId, RequestId};
 
+use serde::{Deserialize, Serialize};
+
 use super::LeaseConfig;
 
 /// How a lease ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum End {
     /// Every expected reader released it.
     Released,

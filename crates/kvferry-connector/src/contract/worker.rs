@@ -1,0 +1,78 @@
+//! A worker half, and the blocks that it is given.
+
+use std::time::Duration;
+
+use kvferry_engine::MemoryRegion;
+use thiserror::Error;
+
+use super::{StepPlan, WorkerReport};
+
+/// The blocks of one layer on this rank.
+#[derive(Clone, Debug)]
+pub struct CacheLayer {
+    /// The layer's number among all layers of the model.
+    pub layer: u32,
+    /// The cache group that it belongs to.
+    pub group: u32,
+    /// The memory.
+    pub memory: MemoryRegion,
+    /// Where block 0 begins in it, in bytes.
+    pub offset: u64,
+    /// Bytes of a block.
+    pub block_bytes: u64,
+    /// Bytes from one block to the next, at least `block_bytes`.
+    pub block_stride: u64,
+    /// How many blocks, at least 1.
+    pub blocks: u32,
+}
+
+/// A cache group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CacheGroup {
+    /// Tokens of a block, at least 1.
+    pub block_tokens: u32,
+}
+
+/// All blocks of a rank.
+#[derive(Clone, Debug)]
+pub struct CacheLayout {
+    /// The groups; their number is their place.
+    pub groups: Vec<CacheGroup>,
+    /// The layers, of all groups.
+    pub layers: Vec<CacheLayer>,
+}
+
+/// Why a rank's blocks were not taken.
+#[derive(Clone, Debug, Error)]
+#[error("layer {layer}: {reason}")]
+pub struct RegisterCacheError {
+    /// The layer.
+    pub layer: u32,
+    /// What is wrong with it, with values.
+    pub reason: String,
+}
+
+/// A connector's worker half, for one rank.
+///
+/// The engine calls these from one thread, around its forward; none of them waits for a peer or a
+/// disk, but for [`shutdown`](Self::shutdown).
+pub trait WorkerConnector: Send {
+    /// Takes the rank's blocks; once, before the first step.
+    ///
+    /// # Errors
+    /// What does not fit, with the layer.
+    fn register(&mut self, layout: &CacheLayout) -> Result<(), RegisterCacheError>;
+
+    /// A step begins: everything that earlier steps were to write is written. Loads of the plan start
+    /// here.
+    fn begin_step(&mut self, plan: StepPlan);
+
+    /// The step's forward is over: what it was to write is written. Saves of the plan start here.
+    fn end_step(&mut self);
+
+    /// What has ended since the last report.
+    fn take_report(&mut self) -> WorkerReport;
+
+    /// Ends everything: leases may end by themselves for up to `within`, then they are revoked.
+    fn shutdown(&mut self, within: Duration);
+}

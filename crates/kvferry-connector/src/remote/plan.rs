@@ -1,0 +1,76 @@
+//! What passes between the halves of [`RemotePrefill`](super).
+
+use kvferry_wire::{Epoch, LeaseId, RequestId};
+use serde::{Deserialize, Serialize};
+
+use crate::lease::{End, StepLeases};
+
+/// Where a lease is held, and by whom.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Source {
+    /// The producer's engine id.
+    pub engine: String,
+    /// Its directory, as `host:port`.
+    pub directory: String,
+    /// How many ranks hold a part of the lease: every one is released, read from or not.
+    pub ranks: u32,
+}
+
+/// A lease that a consumer was given.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RemoteLease {
+    /// The request here.
+    pub request: RequestId,
+    /// The lease there, under the producer's own request id.
+    pub lease: LeaseId,
+    /// Where.
+    pub source: Source,
+    /// How many readers the lease expects in all, over all ranks of all consumers, per producer rank.
+    pub consumers: u32,
+    /// How long the lease lives without a renewal, in milliseconds.
+    pub duration_ms: u64,
+}
+
+/// Blocks of one cache group, there and here, in the same order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GroupPairs {
+    /// The group.
+    pub group: u32,
+    /// The producer's ids.
+    pub remote: Vec<u32>,
+    /// Ours; as many.
+    pub local: Vec<u32>,
+}
+
+/// A load: read, release, report.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Load {
+    /// The request here.
+    pub request: RequestId,
+    /// What is read; at least one block.
+    pub blocks: Vec<GroupPairs>,
+}
+
+/// Orders of one step.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Plan {
+    /// The lease part: what this engine issues.
+    pub leases: StepLeases,
+    /// Leases of others to keep alive from now on.
+    pub hold: Vec<RemoteLease>,
+    /// Held leases to read under, and to release then. Reported as received.
+    pub load: Vec<Load>,
+    /// Held leases to release without reading; not reported.
+    pub release: Vec<RequestId>,
+    /// Loads to be broken off. They are reported all the same.
+    pub abort: Vec<RequestId>,
+}
+
+/// What a rank tells the scheduler half.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Ends of this rank's parts of our leases.
+    pub ended: Vec<(Epoch, End)>,
+    /// Held leases that are known to be lost before anything was read.
+    pub lost: Vec<RequestId>,
+}
