@@ -73,6 +73,7 @@
 //! # }
 //! ```
 
+mod borrower;
 mod config;
 mod counters;
 mod early;
@@ -88,9 +89,12 @@ mod properties;
 #[cfg(test)]
 mod tests;
 
+pub use borrower::{BorrowConfig, BorrowEvent, BorrowMessage, Borrower, Ticket};
 pub use config::{LeaseConfig, LeaseConfigError, MAX_LEASE};
 pub use counters::{LeaseCounters, LeaseGauges, Refusals};
 pub use plan::{PlanError, StepLeases};
-pub use service::{LeaseControl, LeaseControlError, LeaseEvent, LeaseService, LeaseSnapshot};
+pub use service::{
+    BorrowControl, LeaseControl, LeaseControlError, LeaseEvent, LeaseService, LeaseSnapshot,
+};
 pub use state::End;
 pub use table::{Answer, Ended, LeaseTable, RenewAnswer};

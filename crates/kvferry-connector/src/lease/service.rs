@@ -15,11 +15,17 @@ use kvferry_wire::lease::{LEASE_CHANNEL, LeaseMessage, encode_released, encode_r
 use kvferry_wire::{Instance, LeaseId};
 use thiserror::Error;
 
+pub use self::borrow::BorrowControl;
+use self::borrow::{Borrow, Borrowing};
 use super::{
-    End, Ended, LeaseConfig, LeaseConfigError, LeaseCounters, LeaseGauges, LeaseTable, MAX_LEASE,
-    PlanError, StepLeases,
+    BorrowConfig, BorrowEvent, End, Ended, LeaseConfig, LeaseConfigError, LeaseCounters,
+    LeaseGauges, LeaseTable, MAX_LEASE, PlanError, StepLeases,
 };
 use crate::limit::LogLimit;
+
+mod borrow;
+
+const NOT_ASKED: &str = "an answer, but this rank reads nothing";
 
 /// Longest time between two looks at commands and deadlines.
 const HEARTBEAT: Duration = Duration::from_secs(1);
@@ -66,6 +72,7 @@ enum Command {
     Apply(StepLeases),
     Drain { within: Duration },
     Snapshot(channel::Sender<LeaseSnapshot>),
+    Borrow(Borrow),
 }
 
 type Wake = Box<dyn Fn() + Send + Sync>;
@@ -143,13 +150,18 @@ impl LeaseControl {
     }
 }
 
-/// A producer rank's end of the lease protocol, to be registered for
-/// [`LEASE_CHANNEL`](kvferry_wire::lease::LEASE_CHANNEL).
+/// A rank's end of the lease protocol, to be registered for
+/// [`LEASE_CHANNEL`](kvferry_wire::lease::LEASE_CHANNEL): the producer's, and with
+/// [`borrow`](Self::borrow) the consumer's too.
 ///
-/// When it is dropped, with its engine, leases that are still held are revoked and reported.
-#[derive(Debug)]
+/// When it is dropped, with its engine, leases that are still held are revoked and reported, and
+/// releases that have no answer are unanswered.
 pub struct LeaseService {
     table: LeaseTable<PeerId>,
+    /// Of a rank that consumes too.
+    borrowing: Option<Borrowing>,
+    command_sender: channel::Sender<Command>,
+    wake: Arc<OnceLock<Wake>>,
     commands: Receiver<Command>,
     events: channel::Sender<LeaseEvent>,
     /// The latest time seen: ticks are dated by the engine's loop, messages here.
@@ -158,6 +170,15 @@ pub struct LeaseService {
     drain_until: Option<Instant>,
     malformed: u64,
     log: LogLimit,
+}
+
+impl fmt::Debug for LeaseService {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LeaseService")
+            .field("table", &self.table)
+            .field("borrowing", &self.borrowing)
+            .finish_non_exhaustive()
+    }
 }
 
 impl LeaseService {
@@ -191,8 +212,12 @@ impl LeaseService {
     ) -> Result<(Self, LeaseControl), LeaseConfigError> {
         let (command_sender, commands) = channel::unbounded();
         let (events, event_receiver) = channel::unbounded();
+        let wake = Arc::new(OnceLock::new());
         let service = Self {
             table: LeaseTable::new(instance, config)?,
+            borrowing: None,
+            command_sender: command_sender.clone(),
+            wake: Arc::clone(&wake),
             commands,
             events,
             now: Instant::now(),
@@ -200,7 +225,6 @@ impl LeaseService {
             malformed: 0,
             log: LogLimit::new(Duration::from_secs(10)),
         };
-        let wake = Arc::new(OnceLock::new());
         Ok((
             service,
             LeaseControl {
@@ -209,6 +233,20 @@ impl LeaseService {
                 wake,
             },
         ))
+    }
+
+    /// Lets this rank hold and release leases of others too. `tell` is called on the progress thread
+    /// and must return at once. Commands reach it as those of [`LeaseControl`] do.
+    pub fn borrow(
+        &mut self,
+        config: BorrowConfig,
+        tell: impl Fn(BorrowEvent<PeerId>) + Send + 'static,
+    ) -> BorrowControl {
+        self.borrowing = Some(Borrowing::new(config, Box::new(tell)));
+        BorrowControl {
+            commands: self.command_sender.clone(),
+            wake: Arc::clone(&self.wake),
+        }
     }
 
     /// Commands come first: a plan that was handed over before a message arrived precedes it.
@@ -220,6 +258,11 @@ impl LeaseService {
                     self.table.begin_drain();
                     // No lease lives longer than that.
                     self.drain_until = Some(self.now + within.min(MAX_LEASE));
+                }
+                Command::Borrow(borrow) => {
+                    if let Some(borrowing) = &mut self.borrowing {
+                        borrowing.command(borrow, self.now);
+                    }
                 }
                 Command::Snapshot(answer) => {
                     // Whoever asked may have given up.
@@ -267,6 +310,9 @@ impl LeaseService {
     fn handle(&mut self, from: Sender, payload: &[u8], replies: &mut Replies) {
         let now = self.now;
         match LeaseMessage::parse(payload) {
+            Ok(LeaseMessage::Release { reader, .. }) if reader.incarnation != from.incarnation => {
+                self.refuse(from, &"a release in another engine's name");
+            }
             Ok(LeaseMessage::Release {
                 lease,
                 reader,
@@ -291,9 +337,21 @@ impl LeaseService {
                     Err(error) => self.refuse(from, &error),
                 }
             }
-            Ok(LeaseMessage::Released { .. } | LeaseMessage::Renewed { .. }) => {
-                self.refuse(from, &"an answer, but a producer asks for nothing");
-            }
+            Ok(LeaseMessage::Released {
+                instance,
+                epoch,
+                reader,
+                verdict,
+            }) => match &mut self.borrowing {
+                Some(borrowing) => {
+                    borrowing.released(from.peer, (instance, epoch), reader, verdict);
+                }
+                None => self.refuse(from, &NOT_ASKED),
+            },
+            Ok(LeaseMessage::Renewed { instance, gone, .. }) => match &mut self.borrowing {
+                Some(borrowing) => borrowing.renewed(from.peer, instance, gone),
+                None => self.refuse(from, &NOT_ASKED),
+            },
             Err(error) => self.refuse(from, &error),
         }
     }
@@ -331,6 +389,9 @@ impl LeaseService {
         if let Some(drained) = drained {
             self.tell(drained);
         }
+        if let Some(borrowing) = &mut self.borrowing {
+            borrowing.flush(self.now, replies);
+        }
     }
 
     fn report_ends(&mut self) {
@@ -364,7 +425,8 @@ impl Service for LeaseService {
         // The engine asks again after every message; this bounds the wait for anything else.
         let config = self.table.config();
         let heartbeat = self.now + HEARTBEAT.min(config.early_hold).min(config.duration);
-        let deadlines = [self.table.next_deadline(), self.drain_until];
+        let borrowing = self.borrowing.as_ref().and_then(Borrowing::next_deadline);
+        let deadlines = [self.table.next_deadline(), self.drain_until, borrowing];
         Some(
             deadlines
                 .into_iter()
@@ -375,6 +437,9 @@ impl Service for LeaseService {
 
     fn on_peer_gone(&mut self, peer: PeerId) {
         self.table.peer_gone(peer);
+        if let Some(borrowing) = &mut self.borrowing {
+            borrowing.peer_gone(peer);
+        }
     }
 }
 
@@ -383,6 +448,9 @@ impl Drop for LeaseService {
         self.take_commands();
         self.table.revoke_all(self.now);
         self.report_ends();
+        if let Some(borrowing) = &mut self.borrowing {
+            borrowing.end(self.now);
+        }
     }
 }
 

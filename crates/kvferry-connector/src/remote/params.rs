@@ -218,7 +218,7 @@ fn parse_instance(text: &str) -> Option<Instance> {
         return None;
     }
     let number = u128::from_str_radix(text, 16).ok()?;
-    Instance::from_bytes(number.to_be_bytes()).ok()
+    Instance::from_bytes(number.to_le_bytes()).ok()
 }
 
 /// Ids per group: nested, or flat for a single group.
