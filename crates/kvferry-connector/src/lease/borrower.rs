@@ -126,7 +126,8 @@ pub struct Borrower<P> {
     batches: BTreeMap<(P, Instance), Batch>,
     holds: HashMap<Ticket, (P, Instance, Epoch)>,
     releases: BTreeMap<Ticket, Release<P>>,
-    by_lease: HashMap<(Instance, Epoch, ReaderId), Ticket>,
+    /// A lease's releases: one per rank that holds a part of it.
+    by_lease: HashMap<(Instance, Epoch, ReaderId), Vec<Ticket>>,
     next_token: u64,
     events: Vec<BorrowEvent<P>>,
 }
@@ -191,9 +192,8 @@ impl<P: Copy + Ord> Borrower<P> {
         }
     }
 
-    /// Says that this reader, one of `consumers`, is done with a lease. Without a peer it waits for
-    /// [`rebind`](Self::rebind). A ticket, or the same reader of the same lease, that is in use already is
-    /// left as it is.
+    /// Says that this reader, one of `consumers`, is done with a lease, to one of the ranks that hold it.
+    /// Without a peer it waits for [`rebind`](Self::rebind). A ticket that is in use is left as it is.
     pub fn release(
         &mut self,
         ticket: Ticket,
@@ -204,10 +204,10 @@ impl<P: Copy + Ord> Borrower<P> {
         now: Instant,
     ) {
         let key = (lease.instance, lease.epoch, reader);
-        if self.releases.contains_key(&ticket) || self.by_lease.contains_key(&key) {
+        if self.releases.contains_key(&ticket) {
             return;
         }
-        self.by_lease.insert(key, ticket);
+        self.by_lease.entry(key).or_default().push(ticket);
         let release = Release {
             peer,
             lease,
@@ -236,14 +236,19 @@ impl<P: Copy + Ord> Borrower<P> {
         reader: ReaderId,
         verdict: Verdict,
     ) {
-        let Some(&ticket) = self.by_lease.get(&(instance, epoch, reader)) else {
-            return;
-        };
-        let asked = self.releases.get(&ticket).and_then(|release| release.peer);
         // `Overloaded` may become something else when it is sent again.
-        if asked != Some(peer) || verdict == Verdict::Overloaded {
+        if verdict == Verdict::Overloaded {
             return;
         }
+        let releases = &self.releases;
+        let asked = |ticket: &&Ticket| {
+            let release = releases.get(ticket);
+            release.is_some_and(|release| release.peer == Some(peer))
+        };
+        let tickets = self.by_lease.get(&(instance, epoch, reader));
+        let Some(&ticket) = tickets.and_then(|tickets| tickets.iter().find(asked)) else {
+            return;
+        };
         self.forget(ticket);
         self.events.push(BorrowEvent::Answered { ticket, verdict });
     }
@@ -253,7 +258,13 @@ impl<P: Copy + Ord> Borrower<P> {
             let LeaseId {
                 instance, epoch, ..
             } = release.lease;
-            self.by_lease.remove(&(instance, epoch, release.reader));
+            let key = (instance, epoch, release.reader);
+            if let Some(tickets) = self.by_lease.get_mut(&key) {
+                tickets.retain(|other| *other != ticket);
+                if tickets.is_empty() {
+                    self.by_lease.remove(&key);
+                }
+            }
         }
     }
 

@@ -6,6 +6,7 @@ mod params;
 mod plan;
 mod scheduler;
 mod stats;
+mod worker;
 
 pub use config::{RemoteConfig, RemoteError, Role};
 pub use params::{
@@ -15,3 +16,13 @@ pub use params::{
 pub use plan::{GroupPairs, Load, Plan, RemoteLease, Report, Source};
 pub use scheduler::RemoteScheduler;
 pub use stats::{FailedLoads, RemoteStats};
+pub use worker::{LoaderStats, RemoteWorker};
+
+/// The rank that the engine and its directory know by this number.
+const fn rank_of(number: u32) -> kvferry_wire::Rank {
+    kvferry_wire::Rank {
+        pp: 0,
+        // At most `MAX_RANKS`.
+        tp: number as u16,
+    }
+}

@@ -248,6 +248,8 @@ impl RemoteScheduler {
             // Before it was exported: there is nothing to hold any more.
             self.holding.insert(request, Holding::Spoiled);
             self.stats.spoiled += 1;
+            // Workers remember that it has ended until they hear this.
+            self.next.leases.revoke.push(epoch);
             return;
         }
         let Some(held) = self.held.get_mut(&epoch) else {

@@ -1,0 +1,385 @@
+//! The worker half: one rank's engine, its leases, and the loader.
+//!
+//! Responsible for what passes between the engine's step and the threads behind it. Never waits in a
+//! step: plans go into queues, and what has ended is taken out of them.
+
+mod leases;
+mod links;
+mod loader;
+mod request;
+mod stats;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use kvferry_engine::{Engine, EngineBuilder, EngineConfig, EngineError, Region, Table, TableSpec};
+use kvferry_wire::lease::LEASE_CHANNEL;
+use kvferry_wire::{Epoch, Instance, Rank, RequestId};
+
+use self::links::Links;
+use self::loader::{Done, Event, Loader};
+use self::stats::LoaderCounters;
+pub use self::stats::LoaderStats;
+use super::{Plan, RemoteConfig, RemoteError, Report, rank_of};
+use crate::contract::{
+    CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerReport,
+};
+use crate::lease::{
+    BorrowControl, LeaseControl, LeaseEvent, LeaseService, LeaseSnapshot, StepLeases,
+};
+
+/// Time for the engine itself to end, on top of what leases were given.
+const ENGINE_LIMIT: Duration = Duration::from_secs(5);
+
+/// `RemotePrefill`, the worker half of one rank.
+#[derive(Debug)]
+pub struct RemoteWorker {
+    config: RemoteConfig,
+    rank: u32,
+    engine: Engine,
+    leases: LeaseControl,
+    borrow: BorrowControl,
+    events: Sender<Event>,
+    /// Taken by the loader when blocks are there.
+    inbox: Option<Receiver<Event>>,
+    done: (Sender<Done>, Receiver<Done>),
+    loader: Option<JoinHandle<()>>,
+    regions: Vec<Region>,
+    sent: Sent,
+    /// What the next report tells the scheduler half.
+    own: Report,
+    counters: Arc<LoaderCounters>,
+    is_shut_down: bool,
+}
+
+/// Which requests are to be reported as sent: those whose lease has ended and that are known to have
+/// finished, in whatever order the two come.
+#[derive(Debug, Default)]
+struct Sent {
+    activated: HashMap<Epoch, RequestId>,
+    requests: HashMap<Epoch, RequestId>,
+    ended: HashSet<Epoch>,
+    due: Vec<RequestId>,
+}
+
+impl Sent {
+    fn plan(&mut self, leases: &StepLeases) {
+        for (epoch, request) in &leases.reserve {
+            self.requests.insert(*epoch, request.clone());
+        }
+        for epoch in &leases.activate {
+            if let Some(request) = self.requests.remove(epoch) {
+                if self.ended.remove(epoch) {
+                    self.due.push(request);
+                } else {
+                    self.activated.insert(*epoch, request);
+                }
+            }
+        }
+        for epoch in &leases.revoke {
+            self.requests.remove(epoch);
+            self.ended.remove(epoch);
+        }
+    }
+
+    fn ended(&mut self, epoch: Epoch) {
+        if let Some(request) = self.activated.remove(&epoch) {
+            self.due.push(request);
+        } else if self.requests.contains_key(&epoch) {
+            self.ended.insert(epoch);
+        }
+    }
+}
+
+impl RemoteWorker {
+    /// Starts the engine of a rank. `instance` is the scheduler half's; `engine` says how the engine is to
+    /// be set up, but for its id, rank and instance.
+    ///
+    /// # Errors
+    /// A setting that is out of range, or what the engine says.
+    pub fn start(
+        config: RemoteConfig,
+        instance: Instance,
+        rank: u32,
+        engine: EngineConfig,
+    ) -> Result<Self, RemoteError> {
+        Self::start_with(config, instance, rank, engine, EngineBuilder::start)
+    }
+
+    /// The same, with the engine started by `start`: over another fabric, or with more services.
+    ///
+    /// # Errors
+    /// As [`start`](Self::start).
+    pub fn start_with(
+        config: RemoteConfig,
+        instance: Instance,
+        rank: u32,
+        mut engine: EngineConfig,
+        start: impl FnOnce(EngineBuilder) -> Result<Engine, EngineError>,
+    ) -> Result<Self, RemoteError> {
+        config.validate()?;
+        if rank >= config.ranks {
+            return Err(RemoteError::Config {
+                field: "rank",
+                value: rank.to_string(),
+                expected: "less than the number of ranks",
+            });
+        }
+        engine.engine_id = config.engine.clone();
+        engine.rank = rank_of(rank);
+        engine.instance = Some(instance);
+        engine.connect_timeout = engine.connect_timeout.min(config.connect_timeout);
+        let (events, inbox) = unbounded();
+        let (mut service, leases) = LeaseService::new(instance, config.lease)?;
+        let to_loader = events.clone();
+        let borrow = service.borrow(config.borrow, move |event| {
+            // The loader may have ended.
+            let _ = to_loader.send(Event::Borrow(event));
+        });
+        let builder = Engine::builder(engine).service(LEASE_CHANNEL, Box::new(service));
+        let engine = start(builder)?;
+        let waking = engine.clone();
+        // A stopped engine needs no waking.
+        leases.wake_with(move || drop(waking.wake_services()));
+        Ok(Self {
+            config,
+            rank,
+            engine,
+            leases,
+            borrow,
+            events,
+            inbox: Some(inbox),
+            done: unbounded(),
+            loader: None,
+            regions: Vec::new(),
+            sent: Sent::default(),
+            own: Report::default(),
+            counters: Arc::default(),
+            is_shut_down: false,
+        })
+    }
+
+    /// What consumers are told of this rank; after [`register`](WorkerConnector::register). For
+    /// [`RemoteScheduler::publish`](super::RemoteScheduler::publish).
+    ///
+    /// # Errors
+    /// If the engine has stopped.
+    pub fn describe(&self) -> Result<Vec<u8>, RemoteError> {
+        Ok(self.engine.describe()?.encode()?)
+    }
+
+    /// The rank as its engine counts.
+    #[must_use]
+    pub const fn rank(&self) -> Rank {
+        rank_of(self.rank)
+    }
+
+    /// The engine.
+    #[must_use]
+    pub const fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// What its loads have come to.
+    #[must_use]
+    pub fn loader_stats(&self) -> LoaderStats {
+        self.counters.snapshot()
+    }
+
+    /// Counters and gauges of its leases; waits for up to `timeout`.
+    ///
+    /// # Errors
+    /// [`LeaseControlError`](crate::lease::LeaseControlError).
+    pub fn lease_snapshot(
+        &self,
+        timeout: Duration,
+    ) -> Result<LeaseSnapshot, crate::lease::LeaseControlError> {
+        self.leases.snapshot(timeout)
+    }
+
+    fn tables(&mut self, layout: &CacheLayout) -> Result<Vec<Vec<Table>>, RegisterCacheError> {
+        let mut groups: Vec<Vec<Table>> = layout.groups.iter().map(|_| Vec::new()).collect();
+        let mut regions: HashMap<(u64, u64), usize> = HashMap::new();
+        for layer in &layout.layers {
+            let wrong = |reason: String| RegisterCacheError {
+                layer: layer.layer,
+                reason,
+            };
+            let count = groups.len();
+            let group = groups.get_mut(layer.group as usize).ok_or_else(|| {
+                wrong(format!(
+                    "cache group {}, but there are {count}",
+                    layer.group
+                ))
+            })?;
+            let memory = (layer.memory.address(), layer.memory.bytes());
+            let region = match regions.get(&memory) {
+                Some(&region) => region,
+                None => {
+                    let region = self
+                        .engine
+                        .register(&layer.memory)
+                        .map_err(|error| wrong(error.to_string()))?;
+                    self.regions.push(region);
+                    regions.insert(memory, self.regions.len() - 1);
+                    self.regions.len() - 1
+                }
+            };
+            let spec = TableSpec {
+                block_stride: layer.block_stride,
+                group: layer.group,
+                ..TableSpec::dense(layer.block_bytes, layer.blocks)
+                    .at(layer.offset)
+                    .layer(layer.layer)
+            };
+            let region = self.regions.get(region);
+            let region = region.ok_or_else(|| wrong("its region is gone".to_owned()))?;
+            let table = self
+                .engine
+                .add_table(region, spec)
+                .map_err(|error| wrong(error.to_string()))?;
+            group.push(table);
+        }
+        Ok(groups)
+    }
+
+    fn end(&mut self, within: Duration) {
+        if std::mem::replace(&mut self.is_shut_down, true) {
+            return;
+        }
+        let by = Instant::now() + within;
+        let drained = self.leases.drain(within).is_ok();
+        let _ = self.events.send(Event::Stop { by });
+        if drained {
+            self.wait_drained(by + Duration::from_secs(1));
+        }
+        if let Some(loader) = self.loader.take() {
+            // It ends by the same time.
+            if loader.join().is_err() {
+                tracing::error!("the loader panicked");
+            }
+        }
+        for region in self.regions.drain(..) {
+            // Whoever reads it still is told that it goes; the memory waits for that, not we.
+            drop(region);
+        }
+        if let Err(error) = self.engine.shutdown(ENGINE_LIMIT) {
+            tracing::warn!(%error, "the engine did not end in time");
+        }
+    }
+
+    fn wait_drained(&mut self, by: Instant) {
+        while let Ok(event) = self.leases.events().recv_deadline(by) {
+            let is_last = matches!(event, LeaseEvent::Drained { .. });
+            self.lease_event(event);
+            if is_last {
+                return;
+            }
+        }
+    }
+
+    fn lease_event(&mut self, event: LeaseEvent) {
+        match event {
+            LeaseEvent::Ended(ended) => {
+                let epoch = ended.lease.epoch;
+                self.own.ended.push((epoch, ended.how));
+                self.sent.ended(epoch);
+            }
+            LeaseEvent::PlanRefused(error) => {
+                tracing::error!(%error, "a plan was refused: its leases do not exist");
+            }
+            LeaseEvent::Drained { revoked } => tracing::debug!(revoked, "leases drained"),
+        }
+    }
+}
+
+impl WorkerConnector for RemoteWorker {
+    fn register(&mut self, layout: &CacheLayout) -> Result<(), RegisterCacheError> {
+        let wrong = |reason: String| RegisterCacheError { layer: 0, reason };
+        let sizes = layout.groups.iter().map(|group| group.block_tokens);
+        if !sizes.eq(self.config.block_tokens.iter().copied()) {
+            return Err(wrong(format!(
+                "groups {:?}, but block_tokens is {:?}",
+                layout.groups, self.config.block_tokens
+            )));
+        }
+        let Some(inbox) = self.inbox.take() else {
+            return Err(wrong("blocks were registered before".to_owned()));
+        };
+        let tables = self.tables(layout)?;
+        let links = Links::new(
+            self.engine.clone(),
+            self.config.lane,
+            self.config.connect_timeout,
+            tables,
+            self.events.clone(),
+        );
+        let loader = Loader::new(
+            self.config.clone(),
+            self.rank,
+            self.engine.clone(),
+            links,
+            self.borrow.clone(),
+            self.events.clone(),
+            self.done.0.clone(),
+            Arc::clone(&self.counters),
+        );
+        let thread = std::thread::Builder::new()
+            .name("kvferry-loader".into())
+            .spawn(move || loader.run(&inbox))
+            .map_err(|error| wrong(format!("no thread: {error}")))?;
+        self.loader = Some(thread);
+        Ok(())
+    }
+
+    fn begin_step(&mut self, plan: StepPlan) {
+        let StepPlan::Remote(mut plan) = plan else {
+            tracing::error!("another connector's plan");
+            return;
+        };
+        let leases = std::mem::take(&mut plan.leases);
+        if !leases.is_empty() {
+            self.sent.plan(&leases);
+            if let Err(error) = self.leases.apply(leases) {
+                tracing::error!(%error, "a plan's leases are lost");
+            }
+        }
+        if plan != Plan::default() {
+            // Without a loader nothing was registered, and nothing can be asked for.
+            let _ = self.events.send(Event::Plan(plan));
+        }
+    }
+
+    fn end_step(&mut self) {}
+
+    fn take_report(&mut self) -> WorkerReport {
+        let mut all = WorkerReport::default();
+        while let Ok(event) = self.leases.events().try_recv() {
+            self.lease_event(event);
+        }
+        all.sent.append(&mut self.sent.due);
+        while let Ok(done) = self.done.1.try_recv() {
+            match done {
+                Done::Received(received) => all.received.push(received),
+                Done::Lost(request) => self.own.lost.push(request),
+            }
+        }
+        if self.own != Report::default() {
+            all.part = Some(ReportPart::Remote(std::mem::take(&mut self.own)));
+        }
+        all
+    }
+
+    fn shutdown(&mut self, within: Duration) {
+        self.end(within);
+    }
+}
+
+impl Drop for RemoteWorker {
+    fn drop(&mut self) {
+        self.end(Duration::ZERO);
+    }
+}

@@ -1,0 +1,11 @@
+//! `RemotePrefill`, both halves of both sides in one process, driven step by step: over the loopback
+//! fabric, with faults, and over UCX.
+
+// Clippy knows test functions, but not their helpers.
+#![allow(clippy::unwrap_used)]
+
+mod aborts;
+mod bench;
+mod faults;
+mod leases;
+mod loads;
