@@ -32,6 +32,7 @@ pub mod ids;
 pub mod lease;
 pub mod message;
 mod packed;
+pub mod params;
 pub mod regions;
 pub mod segment;
 pub mod share;

@@ -4,8 +4,7 @@ use kvferry_wire::RequestId;
 
 use super::{Aggregated, Matched, StepPlan};
 
-/// Transfer parameters: the JSON object that travels with a request, in NixlConnector's names.
-pub type Params = serde_json::Map<String, serde_json::Value>;
+pub use kvferry_wire::params::Params;
 
 /// A request as the scheduler has it.
 #[derive(Clone, Copy, Debug)]

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use kvferry_engine::{EngineError, LaneChoice};
+use kvferry_wire::params::{MAX_GROUPS, MAX_RANKS};
 use kvferry_wire::{EngineId, WireError};
 use thiserror::Error;
 
-use super::{MAX_GROUPS, MAX_RANKS};
 use crate::directory::{BindError, PublishError};
 use crate::lease::{BorrowConfig, LeaseConfig, LeaseConfigError};
 

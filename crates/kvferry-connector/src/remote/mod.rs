@@ -2,18 +2,14 @@
 //! and released by notification.
 
 mod config;
-mod params;
 mod plan;
 mod scheduler;
 mod stats;
 mod worker;
 
 pub use config::{RemoteConfig, RemoteError, Role};
-pub use params::{
-    Asked, MAX_DURATION_MS, MAX_GROUP_BLOCKS, MAX_GROUPS, MAX_RANKS, PARAMS_VERSION, ParamsError,
-    RemoteOffer,
-};
-pub use plan::{GroupPairs, Load, Plan, RemoteLease, Report, Source};
+pub use kvferry_wire::params::Source;
+pub use plan::{GroupPairs, Load, Plan, RemoteLease, Report};
 pub use scheduler::RemoteScheduler;
 pub use stats::{FailedLoads, RemoteStats};
 pub use worker::{LoaderStats, RemoteWorker};

@@ -1,20 +1,10 @@
 //! What passes between the halves of [`RemotePrefill`](super).
 
+use kvferry_wire::params::Source;
 use kvferry_wire::{Epoch, LeaseId, RequestId};
 use serde::{Deserialize, Serialize};
 
 use crate::lease::{End, StepLeases};
-
-/// Where a lease is held, and by whom.
-#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
-pub struct Source {
-    /// The producer's engine id.
-    pub engine: String,
-    /// Its directory, as `host:port`.
-    pub directory: String,
-    /// How many ranks hold a part of the lease: every one is released, read from or not.
-    pub ranks: u32,
-}
 
 /// A lease that a consumer was given.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -11,10 +11,10 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use kvferry_wire::params::{Asked, RemoteOffer};
 use kvferry_wire::{EngineId, Epoch, Instance, LeaseId, Rank, RequestId};
 
 use super::config::{RemoteConfig, RemoteError, Role};
-use super::params::{Asked, RemoteOffer};
 use super::stats::RemoteStats;
 use super::{GroupPairs, Load, Plan, RemoteLease, Report, Source};
 use crate::contract::{

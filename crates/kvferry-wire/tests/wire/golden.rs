@@ -108,6 +108,8 @@ fn bytes_after_a_value_are_refused() {
                     ..
                 }
             ),
+            // JSON has no length of its own.
+            "params" => matches!(error, WireError::BadValue { .. }),
             _ => matches!(error, WireError::Trailing { extra: 1, .. }),
         };
         assert!(fits, "{}/{}: {error}", sample.target, sample.name);

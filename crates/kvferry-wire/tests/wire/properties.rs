@@ -353,7 +353,7 @@ proptest! {
         prop_assert_eq!(read.transfer(), transfer);
         prop_assert_eq!((read.table_count(), read.run_count()), (tables.len(), runs.len()));
         prop_assert!(read.tables().eq(tables));
-        prop_assert_eq!(read.block_count(), runs.iter().map(|run| u64::from(run.count)).sum());
+        prop_assert_eq!(read.block_count(), runs.iter().map(|run| u64::from(run.count)).sum::<u64>());
         prop_assert!(read.runs().eq(runs));
     }
 

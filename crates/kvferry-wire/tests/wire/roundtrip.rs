@@ -3,6 +3,7 @@
 //! A fixed layout has one way to write a value, so the bytes must be the same. msgpack has several
 //! ways, and readers skip fields that they do not know: there the value must be the same.
 
+use kvferry_wire::params::{Asked, Params};
 use kvferry_wire::{
     DemoReply, DemoRequest, Description, DirectoryReply, DirectoryRequest, FrameHeader, Hello,
     HelloReply, LeaseMessage, Message, ReadRequest, SEGMENT_HEADER_BYTES, Segment, ShareReply,
@@ -17,7 +18,7 @@ use kvferry_wire::{
 pub(crate) type Check = fn(&[u8]) -> Result<(), WireError>;
 
 /// Every format by the name of its fuzz target.
-pub(crate) const CHECKS: [(&str, Check); 8] = [
+pub(crate) const CHECKS: [(&str, Check); 9] = [
     ("segment", segment),
     ("message", message),
     ("description", description),
@@ -26,6 +27,7 @@ pub(crate) const CHECKS: [(&str, Check); 8] = [
     ("directory", directory),
     ("demo", demo),
     ("share", share),
+    ("params", params),
 ];
 
 pub(crate) fn segment(bytes: &[u8]) -> Result<(), WireError> {
@@ -197,4 +199,22 @@ pub(crate) fn demo(bytes: &[u8]) -> Result<(), WireError> {
         assert_eq!(DemoReply::decode(&again), Ok(value));
     });
     either(request, reply)
+}
+
+/// JSON: an offer says the same when it is written again, at another address.
+pub(crate) fn params(bytes: &[u8]) -> Result<(), WireError> {
+    let wrong = |reason: String| WireError::BadValue {
+        field: "kv_transfer_params",
+        value: reason,
+        expected: "transfer parameters",
+    };
+    let params: Params = serde_json::from_slice(bytes).map_err(|error| wrong(error.to_string()))?;
+    if let Asked::Import(mut offer) =
+        Asked::parse(&params).map_err(|error| wrong(error.to_string()))?
+    {
+        offer.source.directory = "[::1]:5600".to_owned();
+        let again = offer.to_params("::1", 5600);
+        assert_eq!(Asked::parse(&again), Ok(Asked::Import(offer)));
+    }
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! One value of everything, the source of the fixtures.
 
+use kvferry_wire::params::{RemoteOffer, Source};
 use kvferry_wire::{
     Addresses, BlockRun, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
     DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
@@ -183,6 +184,23 @@ fn packed(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
         reason: "another user".into(),
     };
     add("share", "refused", refused.encode().unwrap());
+
+    let offer = RemoteOffer {
+        lease: lease(),
+        source: Source {
+            engine: "prefill-0".into(),
+            directory: String::new(),
+            ranks: 2,
+        },
+        tokens: 33,
+        blocks: vec![vec![4, 9], vec![0, 3]],
+        block_tokens: vec![32, 32],
+        duration_ms: 30_000,
+    };
+    let offer = offer.to_params("10.0.0.1", 5600);
+    add("params", "offer", serde_json::to_vec(&offer).unwrap());
+    let wanted = serde_json::json!({"do_remote_decode": true, "remote_host": null});
+    add("params", "wanted", serde_json::to_vec(&wanted).unwrap());
 
     let some = DirectoryRequest {
         ranks: Some(vec![Rank { pp: 0, tp: 0 }, Rank { pp: 1, tp: 300 }]),

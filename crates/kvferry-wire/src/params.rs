@@ -9,12 +9,14 @@
 
 use std::fmt;
 
-use kvferry_wire::{EngineId, Epoch, Instance, LeaseId, RequestId};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use thiserror::Error;
 
-use super::Source;
-use crate::contract::Params;
+use crate::{EngineId, Epoch, Instance, LeaseId, RequestId};
+
+/// Transfer parameters: the JSON object that travels with a request.
+pub type Params = serde_json::Map<String, Value>;
 
 /// Version of the `kvferry` part.
 pub const PARAMS_VERSION: u64 = 1;
@@ -37,6 +39,17 @@ pub struct ParamsError {
     pub value: String,
     /// What would do.
     pub expected: &'static str,
+}
+
+/// Where a lease is held, and by whom.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Source {
+    /// The producer's engine id.
+    pub engine: String,
+    /// Its directory, as `host:port`.
+    pub directory: String,
+    /// How many ranks hold a part of the lease: every one is released, read from or not.
+    pub ranks: u32,
 }
 
 /// A producer's offer.
@@ -73,7 +86,7 @@ impl Asked {
     /// Reads parameters. Unknown keys are ignored, `null` stands for an absent one.
     ///
     /// ```
-    /// use kvferry_connector::remote::Asked;
+    /// use kvferry_wire::params::Asked;
     ///
     /// let sent = serde_json::json!({"do_remote_decode": true, "remote_host": null});
     /// assert_eq!(Asked::parse(sent.as_object().unwrap()), Ok(Asked::Export));
