@@ -11,6 +11,7 @@ mod producer;
 mod publisher;
 mod reader;
 mod resources;
+mod side;
 mod sleepers;
 
 use std::time::Duration;
@@ -34,6 +35,7 @@ pub use publisher::{
 };
 pub use reader::{Done, Order, Reader};
 pub use resources::Resources;
+pub use side::{Loaded, SideChild, SideSpec, SideStats, Stepped};
 pub use sleepers::{Answered, Echoed, Many, ReadByAll};
 
 /// Time for the end of an engine in a child.
@@ -78,6 +80,7 @@ pub fn run(role: &str, arguments: &str) {
         "engine" => engine::run(&serde_json::from_str(arguments).unwrap()),
         "native-reader" => native::run(&serde_json::from_str(arguments).unwrap()),
         "register" => native::register(&serde_json::from_str(arguments).unwrap()),
+        "side" => side::run(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),
         "disorder" => disorder::run(&serde_json::from_str(arguments).unwrap()),

@@ -13,6 +13,7 @@ mod messages;
 mod mixed;
 mod order;
 mod peers;
+mod prefill;
 mod reads;
 mod shutdown;
 mod start;
@@ -35,6 +36,7 @@ fn main() -> std::process::ExitCode {
     cases.extend(mixed::cases());
     cases.extend(order::cases());
     cases.extend(peers::cases());
+    cases.extend(prefill::cases());
     cases.extend(lives::cases());
     cases.extend(withdraw::cases());
     cases.extend(corpus::cases());

@@ -9,6 +9,7 @@
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvferry_wire::params::{Asked, RemoteOffer};
@@ -58,7 +59,7 @@ struct Held {
 pub struct RemoteScheduler {
     config: RemoteConfig,
     instance: Instance,
-    directory: Option<DirectoryServer>,
+    directory: Option<Arc<DirectoryServer>>,
     reading: HashMap<RequestId, Reading>,
     holding: HashMap<RequestId, Holding>,
     reserved: HashMap<Epoch, RequestId>,
@@ -85,7 +86,8 @@ impl RemoteScheduler {
                 let mut directory = DirectoryConfig::new(config.engine.clone());
                 directory.instance = Some(instance);
                 let address = (config.listen_host.as_str(), config.listen_port);
-                Some(DirectoryServer::bind(Address(address), directory)?)
+                let server = DirectoryServer::bind(Address(address), directory)?;
+                Some(Arc::new(server))
             }
         };
         Ok(Self {
@@ -107,7 +109,13 @@ impl RemoteScheduler {
     /// Where consumers find this engine; `None` for one that does not export.
     #[must_use]
     pub fn directory_address(&self) -> Option<SocketAddr> {
-        self.directory.as_ref().map(DirectoryServer::local_addr)
+        self.directory.as_ref().map(|it| it.local_addr())
+    }
+
+    /// The directory, for whoever publishes ranks later than this half can be reached.
+    #[must_use]
+    pub fn directory(&self) -> Option<Arc<DirectoryServer>> {
+        self.directory.clone()
     }
 
     /// Makes a rank's description ([`RemoteWorker::describe`](super::RemoteWorker::describe)) known to
