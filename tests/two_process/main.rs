@@ -11,9 +11,11 @@ mod lives;
 mod memory;
 mod messages;
 mod mixed;
+mod nearly_right;
 mod order;
 mod peers;
 mod reads;
+mod replaced;
 mod shutdown;
 mod start;
 mod support;
@@ -35,8 +37,10 @@ fn main() -> std::process::ExitCode {
     cases.extend(mixed::cases());
     cases.extend(order::cases());
     cases.extend(peers::cases());
+    cases.extend(replaced::cases());
     cases.extend(lives::cases());
     cases.extend(withdraw::cases());
     cases.extend(corpus::cases());
+    cases.extend(nearly_right::cases());
     kvferry_tests::harness::main(cases)
 }
