@@ -152,10 +152,13 @@ impl Target {
 }
 
 impl Target {
-    pub(crate) fn start() -> Self {
+    /// A producer that takes a peer for silent, or a segment for missing, after `suspect_ms`; 0 for the
+    /// default.
+    pub(crate) fn start(suspect_ms: u64) -> Self {
         let settings = EngineSettings {
             // Strangers are forgotten after that.
             connect_ms: 1000,
+            suspect_ms,
             ..EngineSettings::default()
         }
         .to_json();
@@ -173,7 +176,7 @@ impl Target {
 /// Has a producer bothered while others read from it: with a tenth of the garbage, to let everything
 /// reach its size, and with all of it.
 fn undisturbed(targets: &[&str], step: usize, bother: impl Fn(&mut Target, &[Garbage])) {
-    let mut target = Target::start();
+    let mut target = Target::start(0);
     let reading = Reading::start(target.description.clone());
     reading.goes_on();
     let all = mostly(&corpus(), targets, step);

@@ -10,7 +10,7 @@ use crate::intruder::Intruder;
 /// Greetings that are right but for one thing, with nobody else about: each is dropped or refused, and
 /// none makes a peer.
 fn a_greeting_that_is_nearly_right_makes_no_peer() {
-    let mut target = Target::start();
+    let mut target = Target::start(0);
     let mut intruder = Intruder::new(target.description.clone());
     intruder.greet();
     intruder.is_answered();
@@ -64,7 +64,8 @@ fn a_greeting_that_is_nearly_right_makes_no_peer() {
 /// What a peer in good standing does wrong, with nobody else about: it costs the connection at once, or
 /// it is dropped and the connection goes on.
 fn a_wrong_segment_or_message_ends_its_connection() {
-    let mut target = Target::start();
+    // At once, and not because something is missing.
+    let mut target = Target::start(3_600_000);
     let mut intruder = Intruder::new(target.description.clone());
     type Shape = Box<dyn Fn(&mut Intruder)>;
     let mut ending: Vec<Shape> = vec![

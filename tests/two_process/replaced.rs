@@ -1,6 +1,8 @@
 //! When the state of a peer ends: by the next life's greeting, and not before the last operation.
 
-use kvferry_engine::Transfer;
+use std::time::{Duration, Instant};
+
+use kvferry_engine::{ConnectError, LaneChoice, Transfer};
 use kvferry_tests::harness::{Case, PATIENCE, until};
 use kvferry_tests::roles::{PublisherCounters, Settings};
 
@@ -44,6 +46,43 @@ fn c86_a_dead_peer_is_kept_while_copies_are_under_way(lane: &'static str) {
         }
     }
     panic!("no copy was under way at any death");
+}
+
+/// C52: a process that a copy finds gone is not tried again at once, as one whose connection broke is not.
+/// Without a process there is no connection for long either, and which of the two is noticed first is
+/// left to chance.
+fn c52_a_process_that_is_gone_is_not_tried_again_at_once() {
+    let mut by_a_copy = false;
+    for _ in 0..20 {
+        let (mut child, published) =
+            publish(&publisher_for("attached", "producer", BLOCKS, BYTES), &[]);
+        let to = published.description.unpack();
+        let consumer = consumer(Settings::default(), BLOCKS, BYTES);
+        let peer = consumer.connect(to.clone(), "attached");
+        consumer.reads(&peer, 0);
+        let killing = std::thread::spawn(move || child.kill());
+        let mut alive = Instant::now();
+        while let Ok(read) = consumer.start(&peer, 0, PATIENCE) {
+            if read.wait(PATIENCE).unwrap().is_ok() {
+                alive = Instant::now();
+            }
+        }
+        let again = consumer.engine.connect(to, LaneChoice::Auto);
+        let error = again.unwrap_err();
+        killing.join().unwrap();
+        // The shortest window is 75 ms; a machine that was busy for longer tells nothing.
+        if alive.elapsed() > Duration::from_millis(50) {
+            continue;
+        }
+        let ConnectError::BackingOff { last, .. } = error else {
+            panic!("{error}");
+        };
+        by_a_copy |= last.to_string().contains("process");
+        if by_a_copy {
+            return;
+        }
+    }
+    panic!("no copy has noticed a death");
 }
 
 /// C88: producer and consumer are replaced in turns while the life before stands still, in the middle of
@@ -120,5 +159,9 @@ pub(crate) fn cases() -> Vec<Case> {
             ));
         }
     }
+    cases.push(Case::new(
+        "c52_a_process_that_is_gone_is_not_tried_again_at_once",
+        c52_a_process_that_is_gone_is_not_tried_again_at_once,
+    ));
     cases
 }

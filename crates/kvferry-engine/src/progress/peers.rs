@@ -221,6 +221,20 @@ impl Core {
         })
     }
 
+    /// Ends a peer that has failed by itself, and is not tried again at once. Besides, UCX 1.13 aborts if an
+    /// endpoint is made to an address of which it is just tearing a connection down.
+    pub(super) fn fail(&mut self, id: u64, reason: &str) {
+        if let Some(peer) = self.peers.get(&id).filter(|peer| peer.is_ready()) {
+            let lost = ConnectError::Lost {
+                peer: peer.name(),
+                tried: peer.transports.clone(),
+                reason: reason.into(),
+            };
+            self.backoff.failed(&peer.description, self.now, lost);
+        }
+        self.lose(id, reason);
+    }
+
     /// Ends a peer: its transfers fail, its endpoint is closed, its services are told.
     pub(super) fn lose(&mut self, id: u64, reason: &str) {
         let Some(peer) = self.peers.get_mut(&id) else {
