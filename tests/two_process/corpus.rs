@@ -42,7 +42,7 @@ const WAYS: [&str; 3] = ["served", "mapped", "native"];
 /// UCX keep of what has been used at once; a stranger that stayed would be kilobytes, and there are
 /// thousands. Descriptors: none.
 const ALLOWED: Resources = Resources {
-    rss_kib: 16 << 10,
+    rss_kib: 8 << 10,
     fds: 0,
     maps: 64,
 };
@@ -126,14 +126,14 @@ impl Reading {
 }
 
 /// Who is bothered.
-struct Target {
-    child: Child,
-    description: Description,
+pub(crate) struct Target {
+    pub(crate) child: Child,
+    pub(crate) description: Description,
     directory: SocketAddr,
 }
 
 impl Target {
-    fn endured(&mut self) -> Endured {
+    pub(crate) fn endured(&mut self) -> Endured {
         self.child.ask("endured")
     }
 
@@ -151,23 +151,32 @@ impl Target {
     }
 }
 
+impl Target {
+    /// A producer that takes a peer for silent, or a segment for missing, after `suspect_ms`; 0 for the
+    /// default.
+    pub(crate) fn start(suspect_ms: u64) -> Self {
+        let settings = EngineSettings {
+            // Strangers are forgotten after that.
+            connect_ms: 1000,
+            suspect_ms,
+            ..EngineSettings::default()
+        }
+        .to_json();
+        let environment = [(EngineSettings::VARIABLE, Some(settings.as_str()))];
+        let mut child = Child::start("producer", &LAYOUT, &environment);
+        let started: Started = child.hear();
+        Self {
+            description: started.description.unpack(),
+            directory: child.ask("directory"),
+            child,
+        }
+    }
+}
+
 /// Has a producer bothered while others read from it: with a tenth of the garbage, to let everything
 /// reach its size, and with all of it.
 fn undisturbed(targets: &[&str], step: usize, bother: impl Fn(&mut Target, &[Garbage])) {
-    let settings = EngineSettings {
-        // Strangers are forgotten after that.
-        connect_ms: 1000,
-        ..EngineSettings::default()
-    }
-    .to_json();
-    let environment = [(EngineSettings::VARIABLE, Some(settings.as_str()))];
-    let mut child = Child::start("producer", &LAYOUT, &environment);
-    let started: Started = child.hear();
-    let mut target = Target {
-        description: started.description.unpack(),
-        directory: child.ask("directory"),
-        child,
-    };
+    let mut target = Target::start(0);
     let reading = Reading::start(target.description.clone());
     reading.goes_on();
     let all = mostly(&corpus(), targets, step);
@@ -191,7 +200,7 @@ fn undisturbed(targets: &[&str], step: usize, bother: impl Fn(&mut Target, &[Gar
 }
 
 /// Waits until the producer has dropped as many segments more than `before`.
-fn dropped(target: &mut Target, before: Endured, more: usize) {
+pub(crate) fn dropped(target: &mut Target, before: Endured, more: usize) {
     until("the garbage to be dropped", || {
         target.endured().segments_dropped >= before.segments_dropped + more as u64
     });
@@ -312,7 +321,7 @@ fn after_a_hello(target: &mut Target, all: &[Garbage]) {
     assert!(lost >= before.peers_lost + greeted, "each connection ended");
 }
 
-fn data(slot: u32, offset: u64) -> SegmentBody {
+pub(crate) fn data(slot: u32, offset: u64) -> SegmentBody {
     let transfer = TransferId {
         slot,
         generation: 1,

@@ -164,6 +164,25 @@ impl Intruder {
         }
     }
 
+    /// Sends a message that fits one segment, after a change to the segment.
+    pub(crate) fn changed(&mut self, message: &[u8], change: impl FnOnce(&mut [u8])) {
+        let header = SegmentHeader {
+            source: self.me,
+            destination: self.target.incarnation,
+            connection: self.connection,
+            sequence: self.sequence,
+            body: SegmentBody::Message {
+                message_bytes: message.len() as u32,
+                offset: 0,
+            },
+        };
+        let mut head = [0; SEGMENT_HEADER_BYTES];
+        header.write(&mut head);
+        let mut segment = [&head, message].concat();
+        change(&mut segment);
+        self.raw(&segment);
+    }
+
     /// Sends what it says is a piece of a message.
     pub(crate) fn piece(&mut self, message_bytes: u32, offset: u32, payload: &[u8]) {
         let body = SegmentBody::Message {
@@ -232,6 +251,19 @@ impl Intruder {
         while !self.hears(|message| matches!(message, Message::Pong { token: got } if got == token))
         {
             assert!(Instant::now() < deadline, "the connection is gone");
+        }
+    }
+
+    /// Waits until a greeting on this connection is refused.
+    pub(crate) fn is_refused(&mut self) {
+        let ours = self.connection;
+        let deadline = Instant::now() + PATIENCE;
+        let refused = |message: Message<'_>| {
+            matches!(message, Message::HelloReply(HelloReply::Rejected { connection, .. })
+                if connection == ours)
+        };
+        while !self.hears(refused) {
+            assert!(Instant::now() < deadline, "a greeting is not refused");
         }
     }
 

@@ -11,10 +11,12 @@ mod lives;
 mod memory;
 mod messages;
 mod mixed;
+mod nearly_right;
 mod order;
 mod peers;
 mod prefill;
 mod reads;
+mod replaced;
 mod shutdown;
 mod start;
 mod support;
@@ -37,8 +39,10 @@ fn main() -> std::process::ExitCode {
     cases.extend(order::cases());
     cases.extend(peers::cases());
     cases.extend(prefill::cases());
+    cases.extend(replaced::cases());
     cases.extend(lives::cases());
     cases.extend(withdraw::cases());
     cases.extend(corpus::cases());
+    cases.extend(nearly_right::cases());
     kvferry_tests::harness::main(cases)
 }

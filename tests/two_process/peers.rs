@@ -286,8 +286,8 @@ fn c83_a_description_with_a_strangers_address(lane: &'static str) {
     wanted.finish_well();
 }
 
-/// C86: producers that die with reads in flight leave nothing behind: no operation, no byte in
-/// quarantine, no descriptor.
+/// C86: producers that die with reads in flight leave nothing behind: no connection, no operation, no
+/// byte in quarantine, no descriptor.
 fn c86_nothing_is_left_of_dead_peers(lane: &'static str) {
     let consumer = consumer(Settings::default(), BLOCKS, BYTES);
     let mut before = None;
@@ -330,6 +330,9 @@ fn c86_nothing_is_left_of_dead_peers(lane: &'static str) {
             };
             until("the end of the mapping", || !mapped());
         }
+        until("the end of the connections", || {
+            consumer.engine.counters().connections_held == 0
+        });
         let counters = consumer.engine.counters();
         assert_eq!(counters.peers_connected, 3 * (round + 1));
         assert_eq!(counters.peers_lost, 3 * (round + 1));
@@ -470,10 +473,18 @@ fn c89_a_share_socket_that_says_nothing(lane: &'static str, killed: bool) {
 }
 
 /// C52: a producer is killed and restarted 50 times while two threads read from whatever life there
-/// is. Each time the consumer finds the next one, and every byte of every success is right.
+/// is. Each time the consumer finds the next one, and every byte of every success is right. Somebody who
+/// still has the description of a dead life does the next one no harm.
 fn c52_a_producer_restarted_fifty_times_under_load(lane: &'static str) {
     const LIVES: usize = 50;
-    let consumer = Arc::new(consumer(Settings::default(), BLOCKS, BYTES));
+    let choice: LaneChoice = lane.parse().unwrap();
+    // Nobody waits for silence: the connection tells of the death.
+    let patient = Settings {
+        suspect: Some(3_600_000),
+        dead: Some(3_600_000),
+        ..Settings::default()
+    };
+    let consumer = Arc::new(consumer(patient, BLOCKS, BYTES));
     let current = Arc::new(Mutex::new(None::<Description>));
     let stop = Arc::<AtomicBool>::default();
     // Successes of each thread in the life that is current.
@@ -481,7 +492,6 @@ fn c52_a_producer_restarted_fifty_times_under_load(lane: &'static str) {
     let threads = [0, 1].map(|table: usize| {
         let (consumer, current) = (Arc::clone(&consumer), Arc::clone(&current));
         let (stop, successes) = (Arc::clone(&stop), Arc::clone(&successes));
-        let lane: LaneChoice = lane.parse().unwrap();
         std::thread::spawn(move || {
             let mut failures = 0_u64;
             while !stop.load(Ordering::Relaxed) {
@@ -489,7 +499,7 @@ fn c52_a_producer_restarted_fifty_times_under_load(lane: &'static str) {
                     std::thread::yield_now();
                     continue;
                 };
-                let Ok(peer) = consumer.engine.connect(to.clone(), lane) else {
+                let Ok(peer) = consumer.engine.connect(to.clone(), choice) else {
                     std::thread::sleep(Duration::from_millis(1));
                     continue;
                 };
@@ -512,6 +522,7 @@ fn c52_a_producer_restarted_fifty_times_under_load(lane: &'static str) {
             failures
         })
     });
+    let mut before = None;
     for _ in 0..LIVES {
         let (mut child, published) = producer(lane, "producer");
         for count in &*successes {
@@ -523,6 +534,12 @@ fn c52_a_producer_restarted_fifty_times_under_load(lane: &'static str) {
                 .iter()
                 .all(|count| count.load(Ordering::Relaxed) > 2)
         });
+        let to = published.description.unpack();
+        if let Some(late) = before.replace(to.clone()) {
+            let peer = consumer.engine.connect(to, choice).unwrap();
+            assert!(consumer.engine.connect(late, choice).is_err());
+            assert_eq!(peer.gone(), None);
+        }
         child.kill();
     }
     stop.store(true, Ordering::Relaxed);
@@ -539,7 +556,8 @@ fn c52_a_producer_restarted_fifty_times_under_load(lane: &'static str) {
     let counters = consumer.engine.counters();
     assert_eq!(counters.peers_connected, LIVES as u64);
     until("the last loss", || {
-        consumer.engine.counters().peers_lost == LIVES as u64
+        let counters = consumer.engine.counters();
+        (counters.peers_lost, counters.connections_held) == (LIVES as u64, 0)
     });
 }
 

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use kvferry_engine::LaneChoice;
 use kvferry_tests::harness::{Case, Child, until};
 use kvferry_tests::roles::{Done, Order, Published, PublisherCounters, Settings};
 
@@ -123,6 +124,34 @@ fn c57_a_consumer_with_live_dead_and_stopped_peers_ends_in_time(lane: &'static s
     }
 }
 
+/// C57: a consumer ends within its limit while it greets a peer that stands still. The greeting cannot
+/// leave, and has an hour for it.
+fn c57_a_consumer_that_greets_a_stopped_peer_ends_in_time() {
+    let (mut child, published) = publish(&publisher_for("served", "producer", 4, BYTES), &[]);
+    child.stop();
+    let patient = Settings {
+        connect: Some(3_600_000),
+        ..Settings::default()
+    };
+    let ending = consumer(patient, 4, BYTES);
+    let connecting = {
+        let (engine, to) = (ending.engine.clone(), published.description.unpack());
+        std::thread::spawn(move || engine.connect(to, LaneChoice::Auto))
+    };
+    until("the greeting", || {
+        ending.engine.counters().messages_sent == 1
+    });
+    let (started, limit) = (Instant::now(), Duration::from_millis(500));
+    ending.engine.shutdown(limit).unwrap();
+    assert!(started.elapsed() < limit + SLACK, "{:?}", started.elapsed());
+    assert!(connecting.join().unwrap().is_err());
+    child.go_on();
+    let other = consumer(Settings::default(), 4, BYTES);
+    let peer = other.connect(published.description.unpack(), "served");
+    other.reads(&peer, 1);
+    child.finish_well();
+}
+
 /// C57, from the other side: a producer whose consumers stand still or are dead while it serves them.
 fn c57_a_producer_with_stopped_and_dead_consumers_ends_in_time(lane: &'static str) {
     let (mut producer, published) =
@@ -168,6 +197,10 @@ pub(crate) fn cases() -> Vec<Case> {
             ));
         }
     }
+    cases.push(Case::new(
+        "c57_a_consumer_that_greets_a_stopped_peer_ends_in_time",
+        c57_a_consumer_that_greets_a_stopped_peer_ends_in_time,
+    ));
     // Not over emulated reads: UCX aborts if the reader is killed in the middle of one.
     for lane in ["served", "mapped", "attached"] {
         cases.push(Case::new(

@@ -68,6 +68,8 @@ counters! {
     peers_lost,
     /// Peers that have been silent for too long and are not given up yet, now.
     peers_suspect,
+    /// Connections of which anything is kept, now: greeted, in use, or not closed yet.
+    connections_held,
     /// Bytes of destinations whose transfer has its outcome but may still be written to, now.
     quarantined_bytes,
     /// Regions that were dropped in use and wait for their last operation, now.

@@ -177,6 +177,7 @@ impl Core {
         let inbox = Box::new(Inbox::new());
         let description = Arc::new(description);
         let id = self.add_peer(description, Phase::Ready, Some(connection), inbox);
+        self.retire_others(id);
         self.actions.push(Action::Connect(id));
         id
     }
@@ -332,6 +333,11 @@ impl Core {
         if !matches!(peer.phase, Phase::Greeting { .. }) {
             return;
         }
+        // First, so that whoever is told finds one life.
+        self.retire_others(id);
+        let Some(peer) = self.peers.get_mut(&id) else {
+            return;
+        };
         let phase = std::mem::replace(&mut peer.phase, Phase::Ready);
         peer.transports = fabric.transports(EndpointId(id));
         self.backoff.reached(&peer.description);

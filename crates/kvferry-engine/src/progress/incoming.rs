@@ -8,7 +8,7 @@ use super::core::Core;
 use super::greeting::{MAX_STRANGERS, Stranger};
 use super::peers::{Endpoint, Phase};
 use crate::counters::{add, subtract};
-use crate::error::{ConnectError, TransferError};
+use crate::error::TransferError;
 use crate::fabric::{CopyEnd, EndpointId, FabricError, ReadToken, SendBuffer, Sink};
 use crate::lane::served::ServeJob;
 use crate::message::{Arrival, Inbox};
@@ -50,17 +50,7 @@ impl Sink for Core {
 
     fn endpoint_failed(&mut self, endpoint: EndpointId, error: FabricError) {
         let reason = error.to_string();
-        if let Some(peer) = self.peers.get(&endpoint.0).filter(|peer| peer.is_ready()) {
-            // Not tried again at once. Besides, UCX 1.13 aborts if an endpoint is made to an address
-            // of which it is just tearing a connection down.
-            let lost = ConnectError::Lost {
-                peer: peer.name(),
-                tried: peer.transports.clone(),
-                reason: reason.clone(),
-            };
-            self.backoff.failed(&peer.description, self.now, lost);
-        }
-        self.lose(endpoint.0, &reason);
+        self.fail(endpoint.0, &reason);
     }
 
     fn closed(&mut self, endpoint: EndpointId) {

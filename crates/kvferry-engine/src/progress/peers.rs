@@ -128,7 +128,8 @@ impl PeerState {
 }
 
 impl Core {
-    /// Adds a peer in the place of earlier connections and lives of the same worker.
+    /// Adds a peer. Other connections and lives of the same worker stay until this one is known to be
+    /// there, see [`retire_others`](Self::retire_others).
     pub(super) fn add_peer(
         &mut self,
         description: Arc<Description>,
@@ -136,7 +137,6 @@ impl Core {
         inbound: Option<u32>,
         inbox: Box<Inbox>,
     ) -> u64 {
-        self.retire_other_lives(&description);
         let incarnation = description.incarnation;
         let id = self.insert_peer(description, phase, inbound, inbox);
         self.by_incarnation.insert(incarnation, id);
@@ -178,18 +178,22 @@ impl Core {
             queued: false,
         };
         self.peers.insert(id, state);
+        add(&self.counters().connections_held, 1);
         self.schedule_peer_tick();
         id
     }
 
-    /// A new life of a worker ends the state of its earlier ones.
-    fn retire_other_lives(&mut self, description: &Description) {
-        let earlier: Vec<u64> = self
-            .peers
-            .values()
-            .filter(|peer| !peer.is_lost() && peer.is_same_worker(description))
-            .map(|peer| peer.id)
-            .collect();
+    /// A worker that has greeted or answered on the connection `id` is there: that ends its other
+    /// connections and lives. An attempt alone proves nothing, since the description may be an old one.
+    pub(super) fn retire_others(&mut self, id: u64) {
+        let Some(peer) = self.peers.get(&id) else {
+            return;
+        };
+        let is_other = |other: &&PeerState| {
+            other.id != id && !other.is_lost() && other.is_same_worker(&peer.description)
+        };
+        let earlier = self.peers.values().filter(is_other);
+        let earlier: Vec<u64> = earlier.map(|peer| peer.id).collect();
         for id in earlier {
             self.lose(
                 id,
@@ -215,6 +219,20 @@ impl Core {
             gone: Arc::clone(&peer.gone),
             life: Arc::clone(&peer.life),
         })
+    }
+
+    /// Ends a peer that has failed by itself, and is not tried again at once. Besides, UCX 1.13 aborts if an
+    /// endpoint is made to an address of which it is just tearing a connection down.
+    pub(super) fn fail(&mut self, id: u64, reason: &str) {
+        if let Some(peer) = self.peers.get(&id).filter(|peer| peer.is_ready()) {
+            let lost = ConnectError::Lost {
+                peer: peer.name(),
+                tried: peer.transports.clone(),
+                reason: reason.into(),
+            };
+            self.backoff.failed(&peer.description, self.now, lost);
+        }
+        self.lose(id, reason);
     }
 
     /// Ends a peer: its transfers fail, its endpoint is closed, its services are told.
@@ -298,7 +316,9 @@ impl Core {
 
     /// The endpoint is closed and everything on it was reported: nothing is left of the peer.
     pub(super) fn forget_peer(&mut self, id: u64) {
-        self.peers.remove(&id);
+        if self.peers.remove(&id).is_some() {
+            subtract(&self.counters().connections_held, 1);
+        }
         self.asked.gone(id);
     }
 }

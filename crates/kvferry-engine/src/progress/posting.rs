@@ -283,7 +283,7 @@ impl Core {
         };
         let peer = self.operation_done(token, result.map_err(|error| copy_failed(&error)));
         if let (Some(reason), Some(peer)) = (gone, peer) {
-            self.lose(peer, &reason);
+            self.fail(peer, &reason);
         }
     }
 

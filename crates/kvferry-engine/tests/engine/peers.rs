@@ -34,6 +34,39 @@ fn a_new_life_at_an_old_address_refuses_the_old_description() {
     }
 }
 
+/// C52: a description of a life that has ended, found by somebody who is late, costs the life that is
+/// connected nothing.
+#[test]
+fn c52_an_old_description_does_not_end_the_life_that_is_connected() {
+    for kind in kinds() {
+        let consumer = side(engine(&kind, "consumer"), 1, 8, 64, 0);
+        let before = engine(&kind, "producer");
+        let old = before.describe().unwrap();
+        before.shutdown(PATIENCE).unwrap();
+        let producer = side(engine(&kind, "producer"), 1, 8, 64, 0);
+        producer.fill();
+        let peer = connect(&consumer.engine, &producer.engine, Lane::Served);
+        for block in 0..8 {
+            let late = consumer.engine.connect(old.clone(), LaneChoice::Auto);
+            assert!(late.is_err());
+            assert_eq!(peer.gone(), None);
+            let tables = with_tables(&consumer, &peer);
+            let transfer = peer.read(&tables, &[BlockPair::new(block, block)]).unwrap();
+            transfer.wait(PATIENCE).unwrap().unwrap();
+            assert_eq!(consumer.block(0, block), producer.block(0, block));
+        }
+        let counters = consumer.engine.counters();
+        assert_eq!((counters.peers_connected, counters.peers_lost), (1, 0));
+        // Whoever answers is there, and the life before is not.
+        let next = engine(&kind, "producer");
+        let again = connect(&consumer.engine, &next, Lane::Served);
+        assert!(peer.gone().is_some() && again.gone().is_none());
+        until("the end of what was before", || {
+            consumer.engine.counters().connections_held == 1
+        });
+    }
+}
+
 #[test]
 fn both_sides_may_connect_at_once() {
     for kind in kinds() {

@@ -90,8 +90,11 @@ fn a_peer_that_goes_away_fails_the_endpoint_once() {
         NativeReads::Unavailable(_)
     ));
     assert!(a.fabric.transports(to_b).starts_with("none"));
-    assert!(a.fabric.send(to_b, buffer(b"late")).is_err());
-    assert!(a.read(to_b, 9, &operation).is_err());
+    // By us: UCX is not asked.
+    let (_, error) = a.fabric.send(to_b, buffer(b"late")).unwrap_err();
+    assert!(error.to_string().contains("has failed"), "{error}");
+    let error = a.read(to_b, 9, &operation).unwrap_err();
+    assert!(error.to_string().contains("has failed"), "{error}");
     a.fabric.close(to_b);
     until(&mut [&mut a], "closing", |nodes| {
         !nodes[0].sink.closed.is_empty()
