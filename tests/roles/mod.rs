@@ -169,6 +169,8 @@ pub struct Settings {
     pub connect: Option<u64>,
     /// `withdraw_timeout`.
     pub withdraw: Option<u64>,
+    /// `escalation_step`.
+    pub escalation: Option<u64>,
     /// The longest `reconnect_backoff`; also the shortest, if it is shorter than that.
     pub backoff: Option<u64>,
     /// `read_window`.
@@ -189,6 +191,7 @@ impl Settings {
         set(&mut config.suspect_after, self.suspect);
         set(&mut config.dead_after, self.dead);
         set(&mut config.connect_timeout, self.connect);
+        set(&mut config.escalation_step, self.escalation);
         set(&mut config.withdraw_timeout, self.withdraw);
         set(&mut config.reconnect_backoff_max, self.backoff);
         config.reconnect_backoff_min = config

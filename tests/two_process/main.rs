@@ -18,6 +18,7 @@ mod prefill;
 mod reads;
 mod replaced;
 mod shutdown;
+mod standstill;
 mod start;
 mod support;
 mod transports;
@@ -38,6 +39,7 @@ fn main() -> std::process::ExitCode {
     cases.extend(mixed::cases());
     cases.extend(order::cases());
     cases.extend(peers::cases());
+    cases.extend(standstill::cases());
     cases.extend(prefill::cases());
     cases.extend(replaced::cases());
     cases.extend(lives::cases());
