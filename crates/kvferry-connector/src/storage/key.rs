@@ -176,7 +176,7 @@ mod tests {
         // Files outlive programs: this changes only together with the version of the format.
         assert_eq!(
             keys(&config(), 0, &[1, 2, 3, 4], "")[0].to_string(),
-            "GOLDEN"
+            "4db126010c1d8ac5381048e04b76c50f5b68128bc6600ff016e585f4d889a325"
         );
     }
 

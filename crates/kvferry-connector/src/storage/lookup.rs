@@ -141,6 +141,17 @@ impl Lookups {
         })
     }
 
+    /// Without a thread.
+    #[cfg(test)]
+    pub(super) fn to(jobs: Sender<Weak<Lookup>>, unit: u32, timeout: Duration) -> Self {
+        Self {
+            jobs,
+            timeout,
+            unit,
+            counters: Arc::default(),
+        }
+    }
+
     /// Asks for the blocks of a prompt.
     pub(super) fn ask(&self, chains: &[Chain], prompt: u32) -> Arc<Lookup> {
         let deadline = Instant::now() + self.timeout;
@@ -173,5 +184,47 @@ fn run(files: &Files, queue: &Receiver<Weak<Lookup>>, counters: &Counters) {
             }
         }
         counters.late.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::{StorageConfig, StorageSettings};
+    use super::*;
+
+    fn known(timeout: Duration, done: impl Fn(&Counters) -> bool) -> String {
+        let directory = tempfile::tempdir().unwrap();
+        let config = StorageConfig {
+            settings: StorageSettings::at(directory.path()),
+            model: "tiny".to_owned(),
+            layout: "LBHNC float32".to_owned(),
+            block_tokens: vec![4],
+            world: 1,
+        };
+        let lookups = Lookups::start(Files::new(&config), 4, timeout).unwrap();
+        let mut chain = Chain::new([1; 32].into(), 0, 4);
+        chain.extend(&[0; 8], "");
+        let lookup = lookups.ask(&[chain], 8);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while !done(&lookups.counters) {
+            assert!(Instant::now() < deadline);
+            thread::sleep(Duration::from_millis(1));
+        }
+        while matches!(lookup.known(), Known::Pending(_)) {
+            assert!(Instant::now() < deadline);
+            thread::sleep(Duration::from_millis(1));
+        }
+        format!("{:?}", lookup.known())
+    }
+
+    #[test]
+    fn an_answer_that_is_late_is_none_for_good() {
+        let late = |counters: &Counters| counters.late.load(Ordering::Relaxed) == 1;
+        assert_eq!(known(Duration::ZERO, late), "Late");
+        let answered = |counters: &Counters| counters.misses.load(Ordering::Relaxed) == 1;
+        assert_eq!(
+            known(Duration::from_secs(600), answered),
+            "Units([false, false])"
+        );
     }
 }

@@ -476,3 +476,45 @@ impl SchedulerConnector for StorageScheduler {
         self.ending = true;
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::super::StorageSettings;
+    use super::*;
+
+    #[test]
+    fn who_asks_before_the_answer_is_told_when_it_is_due_and_afterwards_nothing() {
+        let directory = tempfile::tempdir().unwrap();
+        let config = StorageConfig {
+            settings: StorageSettings::at(directory.path()),
+            model: "tiny".to_owned(),
+            layout: "LBHNC float32".to_owned(),
+            block_tokens: vec![4],
+            world: 1,
+        };
+        let mut scheduler = StorageScheduler::new(config.clone()).unwrap();
+        let ids = [RequestId::new("a").unwrap(), RequestId::new("b").unwrap()];
+        let view = |id| RequestView {
+            id,
+            tokens: &[0; 8],
+            prompt: 8,
+            params: None,
+            extra_key: "",
+        };
+        // A thread that never looks: what is asked of it stays open.
+        let (jobs, _queue) = crossbeam::channel::unbounded();
+        scheduler.lookups = Lookups::to(jobs, 4, Duration::from_secs(3_600));
+        scheduler.on_new_request(&view(&ids[0]));
+        let answer = scheduler.matched_tokens(&view(&ids[0]), 0);
+        assert!(
+            matches!(answer, Matched::Later(left) if left <= Duration::from_secs(3_600)),
+            "{answer:?}"
+        );
+        assert_eq!(scheduler.matched_tokens(&view(&ids[0]), 8), Matched::None);
+        scheduler.lookups = Lookups::to(crossbeam::channel::unbounded().0, 4, Duration::ZERO);
+        scheduler.on_new_request(&view(&ids[1]));
+        assert_eq!(scheduler.matched_tokens(&view(&ids[1]), 0), Matched::None);
+    }
+}

@@ -185,7 +185,7 @@ fn c108_a_save_that_fails_costs_the_save_and_nothing_else() {
     let namespace = key::namespace(&config(directory.path())).to_string();
     fs::write(directory.path().join(&namespace[..32]), b"in the way").unwrap();
     let a = job("a", &TOKENS);
-    machine.scheduler.on_new_request(&a.view());
+    assert_eq!(machine.offer(&a, 0), 0);
     machine.compute(&a, &[5, 6, 7], 0, 12);
     machine.finish(&a, &[5, 6, 7]);
     machine.settle();
@@ -200,27 +200,6 @@ fn c108_a_save_that_fails_costs_the_save_and_nothing_else() {
         (stats.held, stats.pending_saves, stats.lookup_errors),
         (0, 0, 3)
     );
-}
-
-#[test]
-fn a_lookup_that_is_late_is_no_offer_and_no_wait() {
-    let directory = tempfile::tempdir().unwrap();
-    let (mut machine, _) = seeded(directory.path());
-    drop(std::mem::replace(&mut machine, {
-        let mut config = config(directory.path());
-        config.settings.lookup_timeout_ms = 1;
-        Machine::new(&config)
-    }));
-    // Enough prompts that the thread cannot be through with all of them in a millisecond.
-    let prompt: Vec<u32> = (0..400_000).collect();
-    let (first, last) = (job("first", &prompt), job("last", &TOKENS));
-    machine.scheduler.on_new_request(&first.view());
-    machine.scheduler.on_new_request(&last.view());
-    assert_eq!(machine.matched(&last, 0), Matched::None);
-    until("both to be late", || {
-        machine.scheduler.stats().lookups_late == 2
-    });
-    assert_eq!(machine.matched(&first, 0), Matched::None);
 }
 
 #[test]

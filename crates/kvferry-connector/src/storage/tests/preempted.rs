@@ -1,6 +1,5 @@
 //! Blocks that change their owner while they are saved or loaded.
 
-use super::super::*;
 use super::machine::*;
 use crate::contract::*;
 

@@ -153,12 +153,11 @@ fn another_model_layout_or_world_finds_nothing_and_disturbs_nothing() {
     assert_eq!(machine.load(&job("d", &tokens), &[11, 12]).failure, None);
     assert_eq!((machine.value(11), machine.value(12)), (Some(10), Some(20)));
     // And what else a request depends on.
+    let e = job("e", &tokens);
     let view = RequestView {
         extra_key: "lora",
-        ..job("e", &tokens).view()
+        ..e.view()
     };
-    let id_e = id("e");
-    let view = RequestView { id: &id_e, ..view };
     machine.scheduler.on_new_request(&view);
     until("an answer", || {
         !matches!(
