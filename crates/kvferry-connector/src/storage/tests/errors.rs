@@ -203,29 +203,6 @@ fn c108_a_save_that_fails_costs_the_save_and_nothing_else() {
 }
 
 #[test]
-fn c56_a_disk_that_does_not_answer_costs_the_load_by_its_deadline() {
-    let directory = tempfile::tempdir().unwrap();
-    let (mut machine, paths) = seeded(directory.path());
-    let mut slow = config(directory.path());
-    slow.settings.io_timeout_ms = 200;
-    slow.settings.io_threads = 1;
-    machine.ranks = vec![Rank::new(&slow, 0)];
-    // The lock on the directory's usage stands for the disk: removing a bad file waits for it.
-    fs::write(&paths[0], b"bad").unwrap();
-    let usage = fs::File::open(directory.path().join(".kvferry-usage")).unwrap();
-    usage.lock().unwrap();
-    let b = job("b", &TOKENS);
-    assert_eq!(machine.offer(&b, 0), 0);
-    let c = job("c", &TOKENS);
-    machine.scheduler.on_new_request(&c.view());
-    machine.alloc(&c, &[11, 12, 13], 0, 12);
-    machine.settle();
-    let received = machine.received.pop().unwrap();
-    assert!(received.failure.is_some() && received.failed.contains(&failed(&[11])[0]));
-    drop(usage);
-}
-
-#[test]
 fn c23_an_aborted_load_is_reported_once_and_its_blocks_are_left_alone() {
     let directory = tempfile::tempdir().unwrap();
     let (mut machine, _) = seeded(directory.path());

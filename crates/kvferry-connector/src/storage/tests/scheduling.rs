@@ -258,6 +258,13 @@ fn c43_null_blocks_and_groups_are_kept_apart() {
     machine.settle();
     // Two files, and no hit: the first block of group 0 is nowhere.
     assert_eq!(files(directory.path()).len(), 2);
+    assert_eq!(
+        (
+            machine.worker().save_failures,
+            machine.scheduler.stats().saves
+        ),
+        (0, 2)
+    );
     assert_eq!(machine.offer(&job("b", &TOKENS[..8]), 0), 0);
     // Once it is there, the group's blocks go where they belong.
     machine.ranks[0].fill(0, 5, 10);
