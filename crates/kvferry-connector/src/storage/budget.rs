@@ -375,5 +375,4 @@ pub(super) fn touch(file: &File) {
 }
 
 #[cfg(test)]
-#[path = "budget/tests.rs"]
 mod tests;

@@ -494,7 +494,7 @@ mod tests {
             block_tokens: vec![4],
             world: 1,
         };
-        let mut scheduler = StorageScheduler::new(config.clone()).unwrap();
+        let mut scheduler = StorageScheduler::new(config).unwrap();
         let ids = [RequestId::new("a").unwrap(), RequestId::new("b").unwrap()];
         let view = |id| RequestView {
             id,

@@ -112,7 +112,7 @@ fn c4_a_finished_load_is_never_looked_up_again_by_any_child() {
         assert_eq!(machine.scheduler.matched_tokens(&request, 0), Matched::None);
         assert_eq!((first.get().asked, second.get().asked), (5, 5));
         // Preempted, it starts anew, but not after a failure: C91, at most two tries.
-        machine.scheduler.preempted(&[a.clone()]);
+        machine.scheduler.preempted(std::slice::from_ref(&a));
         let again = machine.scheduler.matched_tokens(&request, 0);
         assert_eq!(again == offer(8), failure.is_none());
         assert_eq!(first.get().asked, 5 + u32::from(failure.is_none()));
@@ -141,7 +141,7 @@ fn c44_c92_c108_a_childs_failed_load_reaches_the_scheduler_and_that_child_alone(
         failure: Some(LoadFailure::Storage),
         failed,
     };
-    assert_eq!(machine.received, [expected.clone()]);
+    assert_eq!(machine.received, std::slice::from_ref(&expected));
     assert_eq!(second.get().reports.last().unwrap().received, [expected]);
     assert!(first.get().reports.is_empty());
     assert_eq!(machine.scheduler.stats().loads_failed, [0, 1]);
@@ -282,7 +282,7 @@ fn calls_reach_every_child_and_unknown_requests_are_counted() {
         Matched::None
     );
     assert_eq!(machine.finish(view(&a, None)), Finished::Free);
-    machine.scheduler.preempted(&[a.clone()]);
+    machine.scheduler.preempted(std::slice::from_ref(&a));
     machine.scheduler.on_report(&Aggregated {
         received: vec![Received {
             request: a.clone(),

@@ -43,7 +43,7 @@ fn c7_a_save_whose_block_has_a_new_owner_never_reads_it() {
     machine.fill(6, 20);
     machine.compute(&a, &[5, 6], 0, 8);
     // Preempted with both saves waiting; block 6 is given to somebody else, block 5 to nobody yet.
-    machine.scheduler.preempted(&[a.id.clone()]);
+    machine.scheduler.preempted(std::slice::from_ref(&a.id));
     machine.scheduler.on_new_request(&b.view());
     machine.alloc(&b, &[6, 7], 0, 0);
     let blocks = [vec![6, 7]];
@@ -121,7 +121,7 @@ fn a_preempted_request_loads_again_only_if_its_load_was_good() {
     }
     machine.alloc(&good, &[11, 12], 0, 8);
     // Preempted before it is reported.
-    machine.scheduler.preempted(&[good.id.clone()]);
+    machine.scheduler.preempted(std::slice::from_ref(&good.id));
     machine.settle();
     assert_eq!(machine.matched(&good, 0).tokens(), 8);
     machine.alloc(&declined, &[13, 14], 0, 0);
@@ -151,7 +151,7 @@ fn too_many_saves_are_not_planned_and_those_that_wait_too_long_are_given_up() {
     let mut config = config(directory.path());
     config.settings.io_threads = 1;
     config.settings.max_pending_saves = 2;
-    config.settings.io_timeout_ms = 100;
+    config.settings.io_timeout_ms = 1_000;
     let mut machine = Machine::new(&config);
     let usage = busy(&mut machine, directory.path());
     let a = job("a", &TOKENS);

@@ -113,7 +113,7 @@ fn c4_lookups_are_idempotent_and_a_finished_load_is_not_offered_again() {
         (1, 1, 3)
     );
     // Preempted: what was loaded once may be loaded again.
-    machine.scheduler.preempted(&[b.id.clone()]);
+    machine.scheduler.preempted(std::slice::from_ref(&b.id));
     assert_eq!(machine.matched(&b, 0).tokens(), 12);
 }
 
@@ -364,7 +364,7 @@ fn c11_c10_unknown_and_finished_requests_are_counted_and_nothing_else() {
         Matched::None
     );
     assert_eq!(machine.finish(&a, &[]), Finished::Free);
-    machine.scheduler.preempted(&[a.id.clone()]);
+    machine.scheduler.preempted(std::slice::from_ref(&a.id));
     machine.alloc(&a, &[1], 0, 0);
     machine.compute(&a, &[1], 0, 4);
     machine.scheduler.on_report(&Aggregated {
