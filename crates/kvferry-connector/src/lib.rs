@@ -5,5 +5,6 @@ pub mod contract;
 pub mod directory;
 pub mod lease;
 mod limit;
+pub mod multi;
 pub mod remote;
 pub mod storage;

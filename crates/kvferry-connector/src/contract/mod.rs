@@ -13,7 +13,7 @@
 //!             matched_tokens      any number of times, pure
 //!             after_alloc         once per scheduled request, again after an async load
 //!             build_step          once per step, also the empty ones
-//! worker      begin_step, (forward), end_step, take_report
+//! worker      release_blocks, begin_step, (forward), end_step, take_report
 //! scheduler   request_finished    while the step's output is processed
 //!             on_report           afterwards, with the reports of all ranks in one
 //! ```

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{remote, storage};
+use crate::{multi, remote, storage};
 
 /// The scheduler half's orders for one step; every rank gets the same. An empty one is a few bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -11,6 +11,6 @@ pub enum StepPlan {
     Remote(remote::Plan),
     /// Of [`SharedStorage`](crate::storage).
     Storage(storage::Plan),
-    /// Of a MultiConnector: one per child, in their order.
-    Multi(Vec<StepPlan>),
+    /// Of a [`MultiConnector`](crate::multi).
+    Multi(multi::Plan),
 }

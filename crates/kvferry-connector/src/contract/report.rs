@@ -5,7 +5,7 @@ use std::fmt;
 use kvferry_wire::RequestId;
 use serde::{Deserialize, Serialize};
 
-use crate::remote;
+use crate::{remote, storage};
 
 /// Why a load did not bring what it was to bring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -68,6 +68,8 @@ pub struct Received {
 pub enum ReportPart {
     /// Of [`RemotePrefill`](crate::remote).
     Remote(remote::Report),
+    /// Of [`SharedStorage`](crate::storage).
+    Storage(storage::Report),
     /// Of a MultiConnector: what each child reported, in their order.
     Multi(Vec<WorkerReport>),
 }

@@ -63,6 +63,13 @@ pub trait WorkerConnector: Send {
     /// What does not fit, with the layer.
     fn register(&mut self, layout: &CacheLayout) -> Result<(), RegisterCacheError>;
 
+    /// Before any connector of this rank begins the step: what still reads blocks that have a new
+    /// owner from this step on lets go of them. Nothing for a connector that reads blocks only while
+    /// they are held, or is the only one.
+    fn release_blocks(&mut self, plan: &StepPlan) {
+        let _ = plan;
+    }
+
     /// A step begins: everything that earlier steps were to write is written. Loads of the plan start
     /// here.
     fn begin_step(&mut self, plan: StepPlan);
