@@ -6,7 +6,9 @@ use std::sync::{Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use kvferry_engine::wire::Description;
-use kvferry_engine::{ConnectError, LaneChoice, Peer, TransferError};
+use kvferry_engine::{
+    BlockPair, ConnectError, ErrorClass, LaneChoice, Peer, ReadError, TransferError,
+};
 use kvferry_tests::harness::{Case, Child, PATIENCE, until};
 use kvferry_tests::roles::{Published, PublisherCounters, Settings, descriptors};
 
@@ -384,10 +386,53 @@ fn c51_operations_on_a_failed_endpoint_are_errors(lane: &'static str) {
     child.finish_well();
 }
 
+/// C73: what one peer described, its keys with it, is of no use with another, or with its own next life:
+/// a typed error, and nothing moves. Both peers go on.
+fn c73_a_peers_tables_belong_to_it_alone(lane: &'static str) {
+    let (mut one, first) = producer(lane, "one");
+    let (mut other, second) = producer(lane, "other");
+    let consumer = consumer(Settings::default(), BLOCKS, BYTES);
+    let first = consumer.connect(first.description.unpack(), lane);
+    let second = consumer.connect(second.description.unpack(), lane);
+    consumer.reads(&first, 0);
+    consumer.poison(0);
+    let mixed = |peer: &Peer, of: &Peer| {
+        let theirs = of.tables().next().unwrap();
+        let pairs = [BlockPair::new(0, 0)];
+        peer.read(&[(consumer.tables[0].clone(), theirs)], &pairs)
+    };
+    for (peer, of) in [(&second, &first), (&first, &second)] {
+        let error = mixed(peer, of).unwrap_err();
+        let ReadError::StaleTable { table, peer: named } = error else {
+            panic!("another error: {error}");
+        };
+        assert_eq!((table, named), (of.incarnation(), peer.incarnation()));
+        assert_eq!(error.class(), ErrorClass::Rejected);
+    }
+    one.kill();
+    let (mut again, next) = producer(lane, "one");
+    let next = consumer.connect(next.description.unpack(), lane);
+    assert!(matches!(
+        mixed(&next, &first),
+        Err(ReadError::StaleTable { .. })
+    ));
+    assert_eq!(consumer.wrong(0, false), 0, "something was moved");
+    consumer.reads(&second, 0);
+    consumer.reads(&next, 1);
+    consumer.is_quiet();
+    other.finish_well();
+    again.finish_well();
+}
+
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     type Run = fn(&'static str);
-    let by_lane: [(&str, bool, Run); 6] = [
+    let by_lane: [(&str, bool, Run); 7] = [
+        (
+            "c73_a_peers_tables_belong_to_it_alone",
+            false,
+            c73_a_peers_tables_belong_to_it_alone,
+        ),
         (
             "c83_the_next_life_is_read_with_the_next_request",
             false,

@@ -5,6 +5,7 @@ pub mod contract;
 pub mod directory;
 pub mod lease;
 mod limit;
+pub mod metrics;
 pub mod multi;
 pub mod remote;
 pub mod storage;

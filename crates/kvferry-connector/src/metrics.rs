@@ -1,0 +1,66 @@
+//! Figures for dashboards: snapshots of halves, leases and engines, through the `metrics` facade.
+//!
+//! Responsible for names, types and labels. Counting is done where things happen; what is here is read
+//! from snapshots, so nothing on a hot path knows of it. `docs/metrics.md` lists what is published.
+
+use metrics::{Label, counter, gauge};
+
+mod tables;
+
+pub use tables::{ENGINE, LEASES, LOADER, REMOTE};
+
+/// What a metric is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// It grows from 0 on, over one life.
+    Counter,
+    /// It is what there is now.
+    Gauge,
+}
+
+/// One figure of a snapshot.
+#[derive(Clone, Copy, Debug)]
+pub struct Metric<T: 'static> {
+    /// Its name.
+    pub name: &'static str,
+    /// What it is.
+    pub kind: Kind,
+    /// Its unit: `bytes`, `microseconds`, or nothing for a number of things.
+    pub unit: &'static str,
+    /// Its own label, where a name has several figures.
+    pub label: Option<(&'static str, &'static str)>,
+    /// What it says.
+    pub help: &'static str,
+    /// The figure.
+    pub read: fn(&T) -> u64,
+}
+
+/// Publishes a snapshot. `labels` say whose it is, such as the engine's id and the rank.
+///
+/// ```
+/// use kvferry_connector::metrics::{REMOTE, record};
+/// use kvferry_connector::remote::RemoteStats;
+///
+/// // To whatever recorder the program has installed; to nobody without one.
+/// record(REMOTE, &RemoteStats::default(), &[("engine", "prefill-0")]);
+/// ```
+pub fn record<T>(table: &[Metric<T>], snapshot: &T, labels: &[(&'static str, &str)]) {
+    for metric in table {
+        let whose = labels
+            .iter()
+            .map(|&(key, value)| Label::new(key, value.to_owned()));
+        let own = metric
+            .label
+            .map(|(key, value)| Label::from_static_parts(key, value));
+        let labels: Vec<Label> = whose.chain(own).collect();
+        let value = (metric.read)(snapshot);
+        match metric.kind {
+            Kind::Counter => counter!(metric.name, labels).absolute(value),
+            // Exact up to 2^53.
+            Kind::Gauge => gauge!(metric.name, labels).set(value as f64),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,154 @@
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex};
+
+use metrics::{
+    Counter, CounterFn, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString,
+    Unit,
+};
+
+use super::*;
+use crate::lease::LeaseSnapshot;
+use crate::remote::{LoaderStats, RemoteStats};
+
+type Seen = Arc<Mutex<BTreeMap<String, f64>>>;
+
+/// Keeps the last value under each name with its labels.
+struct Keeping(Seen);
+
+struct Place(String, Seen);
+
+impl CounterFn for Place {
+    fn increment(&self, _: u64) {
+        panic!("counters are published as they are");
+    }
+
+    fn absolute(&self, value: u64) {
+        self.1.lock().unwrap().insert(self.0.clone(), value as f64);
+    }
+}
+
+impl GaugeFn for Place {
+    fn increment(&self, _: f64) {
+        panic!("gauges are set");
+    }
+
+    fn decrement(&self, _: f64) {
+        panic!("gauges are set");
+    }
+
+    fn set(&self, value: f64) {
+        self.1.lock().unwrap().insert(self.0.clone(), value);
+    }
+}
+
+impl Keeping {
+    fn place(&self, key: &Key) -> Arc<Place> {
+        let labels: Vec<String> = key
+            .labels()
+            .map(|label| format!("{}={}", label.key(), label.value()))
+            .collect();
+        let name = format!("{}{{{}}}", key.name(), labels.join(","));
+        Arc::new(Place(name, Arc::clone(&self.0)))
+    }
+}
+
+impl Recorder for Keeping {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &Metadata<'_>) -> Counter {
+        Counter::from_arc(self.place(key))
+    }
+
+    fn register_gauge(&self, key: &Key, _: &Metadata<'_>) -> Gauge {
+        Gauge::from_arc(self.place(key))
+    }
+
+    fn register_histogram(&self, _: &Key, _: &Metadata<'_>) -> Histogram {
+        Histogram::noop()
+    }
+}
+
+fn kept<T>(table: &[Metric<T>], snapshot: &T) -> BTreeMap<String, f64> {
+    let seen = Seen::default();
+    let keeping = Keeping(Arc::clone(&seen));
+    metrics::with_local_recorder(&keeping, || record(table, snapshot, &[("engine", "e")]));
+    let seen = seen.lock().unwrap().clone();
+    seen
+}
+
+/// C113, C115: expiry, failure and lateness have names of their own, and so have loads that wait, leases
+/// that are held and bytes in quarantine.
+#[test]
+fn c113_c115_every_figure_has_its_own_name() {
+    let mut stats = RemoteStats {
+        loads_waiting: 3,
+        leases_held: 4,
+        parts_expired: 5,
+        late_reports: 6,
+        ..RemoteStats::default()
+    };
+    stats.failed.stalled = 7;
+    let seen = kept(REMOTE, &stats);
+    for (name, value) in [
+        ("kvferry_loads_waiting{engine=e}", 3.0),
+        ("kvferry_leases_held{engine=e}", 4.0),
+        ("kvferry_lease_parts_total{engine=e,end=expired}", 5.0),
+        ("kvferry_late_reports_total{engine=e}", 6.0),
+        ("kvferry_loads_failed_total{engine=e,cause=stalled}", 7.0),
+    ] {
+        assert_eq!(seen.get(name), Some(&value), "{name}");
+    }
+    assert_eq!(seen.values().sum::<f64>(), 25.0, "a figure under two names");
+    let loader = LoaderStats {
+        bytes: 11,
+        ..LoaderStats::default()
+    };
+    assert_eq!(
+        kept(LOADER, &loader)["kvferry_read_bytes_total{engine=e}"],
+        11.0
+    );
+    let mut leases = LeaseSnapshot::default();
+    leases.counters.late = 12;
+    assert_eq!(
+        kept(LEASES, &leases)["kvferry_releases_late_total{engine=e}"],
+        12.0
+    );
+}
+
+/// The page's tables, name by name with the label.
+#[test]
+fn the_page_lists_what_is_published() {
+    fn rows<T>(table: &[Metric<T>]) -> Vec<String> {
+        let row = |metric: &Metric<T>| {
+            let kind = match metric.kind {
+                Kind::Counter => "counter",
+                Kind::Gauge => "gauge",
+            };
+            let label = metric
+                .label
+                .map_or(String::new(), |(key, value)| format!("`{key}={value}`"));
+            format!(
+                "| `{}` | {kind} | {} | {label} | {} |",
+                metric.name, metric.unit, metric.help
+            )
+        };
+        table.iter().map(row).collect()
+    }
+    let page = include_str!("../../../../docs/metrics.md");
+    let written: Vec<&str> = page
+        .lines()
+        .filter(|line| line.starts_with("| `kvferry"))
+        .collect();
+    let mut published = rows(REMOTE);
+    published.extend(rows(LOADER));
+    published.extend(rows(LEASES));
+    published.extend(rows(ENGINE));
+    assert_eq!(written, published);
+    let names: BTreeSet<String> = written
+        .iter()
+        .map(|row| row.split('|').take(5).skip(1).map(str::trim).collect())
+        .collect();
+    assert_eq!(names.len(), written.len(), "a name with its label twice");
+}
