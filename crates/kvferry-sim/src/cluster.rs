@@ -1,0 +1,534 @@
+//! Several engines with a router between them.
+//!
+//! Responsible for playing a [`Scenario`]: the router is vLLM's toy proxy (a first leg with
+//! `do_remote_decode` and one token, a second leg with whatever the first one returned), clients go
+//! away, engines restart. Judges every request's end: the right tokens, or an explicit failure.
+
+use std::time::{Duration, Instant};
+
+use kvferry_connector::contract::{Finish, Params};
+use kvferry_wire::RequestId;
+use serde_json::{Value, json};
+
+use crate::config::EngineConfig;
+use crate::engine::{Halves, SimEngine};
+use crate::model::Model;
+use crate::report::Report;
+use crate::request::{NewRequest, Output, State};
+use crate::scheduler::Counts;
+use crate::violation::{Breach, SimError, Violation};
+use crate::workload::{Abort, ClientRequest, Route, Scenario};
+
+/// What a connector is made for.
+#[derive(Clone, Copy, Debug)]
+pub struct EngineSpec<'a> {
+    /// The engine.
+    pub config: &'a EngineConfig,
+    /// What it computes.
+    pub model: &'a Model,
+    /// Counts its lives: 0, and one more after every restart.
+    pub life: u32,
+}
+
+/// Why a factory made nothing.
+pub type FactoryError = Box<dyn std::error::Error + Send + Sync>;
+
+/// Makes connectors.
+pub trait ConnectorFactory {
+    /// Both halves for an engine. Before a restart the halves of the life before were dropped.
+    ///
+    /// # Errors
+    /// Its own; the run ends.
+    fn build(&mut self, spec: &EngineSpec<'_>) -> Result<Halves, FactoryError>;
+
+    /// The engine's workers have taken their blocks: the time to pass their descriptions to the
+    /// scheduler half (`set_xfer_handshake_metadata`).
+    ///
+    /// # Errors
+    /// Its own; the run ends.
+    fn registered(&mut self, _spec: &EngineSpec<'_>) -> Result<(), FactoryError> {
+        Ok(())
+    }
+
+    /// The engine is about to be dropped, as by a crash.
+    fn stopping(&mut self, _spec: &EngineSpec<'_>) {}
+
+    /// A turn of the whole cluster begins: the time, for connectors that live by it.
+    fn tick(&mut self, _tick: u64) {}
+
+    /// Nothing happened in a turn. Connectors with threads may wait here for an event, shortly.
+    fn idle(&mut self) {
+        std::thread::yield_now();
+    }
+}
+
+/// How long nothing may happen before a run is stuck: so many turns *and* so much time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Patience {
+    /// Turns. For connectors whose time is the turn.
+    pub idle_ticks: u64,
+    /// Time. For connectors with threads; zero for others.
+    pub time: Duration,
+}
+
+/// How a client's request ended.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// With these tokens, which are right.
+    Tokens(Vec<u32>),
+    /// The client went away.
+    Aborted,
+    /// It failed, and the client was told.
+    Failed(&'static str),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Stage {
+    Coming,
+    /// In an engine, under an id; the last leg if there is no other after it.
+    Leg {
+        engine: usize,
+        id: RequestId,
+        last: bool,
+        parked_since: Option<u64>,
+    },
+    Ended(Outcome),
+}
+
+struct Client {
+    request: ClientRequest,
+    prompt: Vec<u32>,
+    stage: Stage,
+}
+
+struct Slot {
+    config: EngineConfig,
+    engine: Option<SimEngine>,
+    life: u32,
+    /// Of lives that are over.
+    counts: Counts,
+}
+
+/// Engines and clients.
+pub struct Cluster<'f> {
+    scenario: Scenario,
+    patience: Patience,
+    factory: &'f mut dyn ConnectorFactory,
+    slots: Vec<Slot>,
+    clients: Vec<Client>,
+    tick: u64,
+    restarts: u32,
+}
+
+impl<'f> Cluster<'f> {
+    /// Makes the engines and their connectors.
+    ///
+    /// # Errors
+    /// A configuration, memory, or a connector that could not be made.
+    pub fn new(
+        scenario: Scenario,
+        patience: Patience,
+        factory: &'f mut dyn ConnectorFactory,
+    ) -> Result<Self, SimError> {
+        check(&scenario)?;
+        let clients = scenario.requests.iter().map(|request| Client {
+            prompt: request.prompt.tokens(),
+            request: request.clone(),
+            stage: Stage::Coming,
+        });
+        let slots = scenario.engines.iter().map(|config| Slot {
+            config: config.clone(),
+            engine: None,
+            life: 0,
+            counts: Counts::default(),
+        });
+        let mut cluster = Self {
+            patience,
+            factory,
+            slots: slots.collect(),
+            clients: clients.collect(),
+            tick: 0,
+            restarts: 0,
+            scenario,
+        };
+        (0..cluster.slots.len()).try_for_each(|place| cluster.start(place))?;
+        Ok(cluster)
+    }
+
+    fn start(&mut self, place: usize) -> Result<(), SimError> {
+        let slot = &mut self.slots[place];
+        let spec = EngineSpec {
+            config: &slot.config,
+            model: &self.scenario.model,
+            life: slot.life,
+        };
+        let failed = |source| SimError::Factory {
+            engine: slot.config.name.clone(),
+            source,
+        };
+        let halves = self.factory.build(&spec).map_err(failed)?;
+        let engine = SimEngine::new(slot.config.clone(), &self.scenario.model, halves)?;
+        self.factory.registered(&spec).map_err(failed)?;
+        slot.engine = Some(engine);
+        Ok(())
+    }
+
+    /// Plays the scenario to its end, and compares the end with the start.
+    ///
+    /// # Errors
+    /// [`SimError::Breach`] for the first rule that was broken; others if an engine could not be
+    /// started again.
+    pub fn run(&mut self) -> Result<(), SimError> {
+        let mut idle_since: Option<(u64, Instant)> = None;
+        while !self.is_over() {
+            if self.turn()? {
+                idle_since = None;
+                continue;
+            }
+            self.factory.idle();
+            let (tick, time) = *idle_since.get_or_insert_with(|| (self.tick, Instant::now()));
+            if self.tick - tick > self.patience.idle_ticks && time.elapsed() >= self.patience.time {
+                let engines = self.slots.iter().filter_map(|slot| slot.engine.as_ref());
+                return Err(engines
+                    .filter(|engine| !engine.is_idle())
+                    .map(SimEngine::stuck)
+                    .next()
+                    .unwrap_or_else(|| self.breach(Violation::Simulator("no client is served")))
+                    .into());
+            }
+        }
+        for engine in self.slots.iter().filter_map(|slot| slot.engine.as_ref()) {
+            engine.check_end()?;
+        }
+        Ok(())
+    }
+
+    fn is_over(&self) -> bool {
+        self.clients
+            .iter()
+            .all(|client| matches!(client.stage, Stage::Ended(_)))
+            && self
+                .slots
+                .iter()
+                .all(|slot| slot.engine.as_ref().is_none_or(SimEngine::is_idle))
+    }
+
+    fn breach(&self, violation: Violation) -> Breach {
+        Breach {
+            engine: "router".into(),
+            tick: self.tick,
+            violation,
+        }
+    }
+
+    /// One turn: arrivals, aborts, restarts, a tick of every engine. True if anything happened.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn turn(&mut self) -> Result<bool, SimError> {
+        self.tick += 1;
+        self.factory.tick(self.tick);
+        let mut progress = self.arrive()?;
+        progress |= self.go_away()?;
+        let due = |restart: &&crate::workload::Restart| restart.tick == self.tick;
+        let restarts: Vec<_> = self.scenario.restarts.iter().filter(due).copied().collect();
+        for restart in restarts {
+            self.restart(restart.engine)?;
+        }
+        for place in 0..self.slots.len() {
+            let Some(engine) = &mut self.slots[place].engine else {
+                continue;
+            };
+            progress |= engine.step()?;
+            for output in engine.take_outputs() {
+                progress = true;
+                self.output(place, output)?;
+            }
+        }
+        Ok(progress)
+    }
+
+    fn arrive(&mut self) -> Result<bool, SimError> {
+        let mut came = false;
+        for place in 0..self.clients.len() {
+            let client = &self.clients[place];
+            if client.stage != Stage::Coming {
+                continue;
+            }
+            // Somebody is still to come: that is not being stuck.
+            came = true;
+            if client.request.arrival > self.tick {
+                continue;
+            }
+            match client.request.route {
+                Route::Local { engine } => self.leg(place, engine, "", None, true)?,
+                Route::Split { prefill, .. } => {
+                    let params = first_leg_params();
+                    self.leg(place, prefill, "-p", Some(params), false)?;
+                }
+            }
+        }
+        Ok(came)
+    }
+
+    /// Sends a client's request to an engine.
+    fn leg(
+        &mut self,
+        place: usize,
+        engine: usize,
+        suffix: &str,
+        params: Option<Params>,
+        last: bool,
+    ) -> Result<(), SimError> {
+        let client = &mut self.clients[place];
+        let request = &client.request;
+        let id = RequestId::new(format!("{}{suffix}", request.name)).map_err(|error| {
+            SimError::Config {
+                field: "requests.name",
+                reason: error.to_string(),
+            }
+        })?;
+        let new = NewRequest {
+            id: id.clone(),
+            prompt: client.prompt.clone(),
+            max_tokens: if last { request.max_tokens } else { 1 },
+            params,
+            extra_key: request.extra_key.clone(),
+        };
+        let rejected = last && suffix != "" && request.abort == Some(Abort::Rejected);
+        client.stage = Stage::Leg {
+            engine,
+            id: id.clone(),
+            last,
+            parked_since: None,
+        };
+        let Some(engine) = &mut self.slots[engine].engine else {
+            return Ok(());
+        };
+        if rejected {
+            client.stage = Stage::Ended(Outcome::Aborted);
+            return Ok(engine.reject(new)?);
+        }
+        engine.add(new)?;
+        if request.abort == Some(Abort::After(0)) {
+            client.stage = Stage::Ended(Outcome::Aborted);
+            engine.abort(&id)?;
+        }
+        Ok(())
+    }
+
+    /// Clients whose time has come go away.
+    fn go_away(&mut self) -> Result<bool, SimError> {
+        let mut went = false;
+        for client in &mut self.clients {
+            let Stage::Leg {
+                engine,
+                id,
+                parked_since,
+                ..
+            } = &mut client.stage
+            else {
+                continue;
+            };
+            let Some(engine) = &mut self.slots[*engine].engine else {
+                continue;
+            };
+            let due = match client.request.abort {
+                Some(Abort::After(ticks)) => self.tick >= client.request.arrival + u64::from(ticks),
+                Some(Abort::WhileLoading(ticks)) => {
+                    if engine.scheduler().state(id) == Some(State::Parked) {
+                        parked_since.get_or_insert(self.tick);
+                    }
+                    parked_since.is_some_and(|since| self.tick >= since + u64::from(ticks))
+                }
+                _ => false,
+            };
+            if due {
+                went = true;
+                engine.abort(id)?;
+                client.stage = Stage::Ended(Outcome::Aborted);
+            }
+        }
+        Ok(went)
+    }
+
+    fn restart(&mut self, place: usize) -> Result<(), SimError> {
+        let slot = &mut self.slots[place];
+        let spec = EngineSpec {
+            config: &slot.config,
+            model: &self.scenario.model,
+            life: slot.life,
+        };
+        self.factory.stopping(&spec);
+        if let Some(engine) = slot.engine.take() {
+            slot.counts = slot.counts.plus(engine.scheduler().counts());
+        }
+        slot.life += 1;
+        self.restarts += 1;
+        for client in &mut self.clients {
+            if matches!(client.stage, Stage::Leg { engine, .. } if engine == place) {
+                client.stage = Stage::Ended(Outcome::Failed("its engine went away"));
+            }
+        }
+        self.start(place)
+    }
+
+    /// A leg ended.
+    fn output(&mut self, engine: usize, output: Output) -> Result<(), SimError> {
+        let ended = |client: &Client| matches!(&client.stage, Stage::Leg { engine: at, id, .. } if *at == engine && *id == output.id);
+        let Some(place) = self.clients.iter().position(ended) else {
+            // The client had gone away.
+            return Ok(());
+        };
+        let client = &self.clients[place];
+        let last = matches!(client.stage, Stage::Leg { last: true, .. });
+        if !matches!(output.how, Finish::Stopped | Finish::Length) {
+            if !self.scenario.failures_allowed {
+                let request = client.request.name.clone();
+                let why = format!("its leg {} ended as {:?}", output.id.as_str(), output.how);
+                return Err(self.breach(Violation::NoResult { request, why }).into());
+            }
+            self.clients[place].stage = Stage::Ended(Outcome::Failed("an engine failed it"));
+            return Ok(());
+        }
+        self.judge(
+            place,
+            if last { client.request.max_tokens } else { 1 },
+            &output,
+        )?;
+        match (last, self.clients[place].request.route) {
+            (false, Route::Split { decode, .. }) => self.second_leg(place, decode, output.params),
+            _ => {
+                self.clients[place].stage = Stage::Ended(Outcome::Tokens(output.generated));
+                Ok(())
+            }
+        }
+    }
+
+    fn second_leg(
+        &mut self,
+        place: usize,
+        decode: usize,
+        mut params: Option<Params>,
+    ) -> Result<(), SimError> {
+        let request = &self.clients[place].request;
+        if request.abort == Some(Abort::Abandoned) {
+            self.clients[place].stage = Stage::Ended(Outcome::Aborted);
+            return Ok(());
+        }
+        if let Some(params) = params.as_mut().filter(|_| request.typed_router) {
+            params.remove("kvferry");
+        }
+        self.leg(place, decode, "-d", params, true)
+    }
+
+    /// Compares what a leg generated with what the model gives.
+    fn judge(&self, place: usize, max_tokens: u32, output: &Output) -> Result<(), SimError> {
+        let client = &self.clients[place];
+        let model = &self.scenario.model;
+        let expected = model.reference(&client.prompt, &client.request.extra_key, max_tokens);
+        if output.generated == expected {
+            return Ok(());
+        }
+        let request = output.id.as_str().to_owned();
+        let got = output.generated.clone();
+        Err(self
+            .breach(Violation::WrongTokens {
+                request,
+                got,
+                expected,
+            })
+            .into())
+    }
+
+    /// How every request ended, in the scenario's order; `None` for one that has not.
+    pub fn outcomes(&self) -> impl Iterator<Item = Option<&Outcome>> {
+        self.clients.iter().map(|client| match &client.stage {
+            Stage::Ended(outcome) => Some(outcome),
+            _ => None,
+        })
+    }
+
+    /// The engines, to look at.
+    pub fn engines(&self) -> impl Iterator<Item = &SimEngine> {
+        self.slots.iter().filter_map(|slot| slot.engine.as_ref())
+    }
+
+    /// The figures so far.
+    #[must_use]
+    pub fn report(&self) -> Report {
+        let mut report = Report {
+            requests: self.clients.len() as u32,
+            ticks: self.tick,
+            restarts: self.restarts,
+            ..Report::default()
+        };
+        let mut digest = xxhash_rust::xxh3::Xxh3::new();
+        for outcome in self.outcomes().flatten() {
+            match outcome {
+                Outcome::Tokens(tokens) => {
+                    report.finished += 1;
+                    report.tokens += tokens.len() as u64;
+                }
+                Outcome::Aborted => report.aborted += 1,
+                Outcome::Failed(_) => report.failed += 1,
+            }
+            digest.update(format!("{outcome:?}").as_bytes());
+        }
+        report.digest = digest.digest();
+        let engine = |slot: &Slot| {
+            let now = slot
+                .engine
+                .as_ref()
+                .map(|engine| engine.scheduler().counts());
+            (
+                slot.config.name.clone(),
+                slot.counts.plus(now.unwrap_or_default()),
+            )
+        };
+        report.engines = self.slots.iter().map(engine).collect();
+        report
+    }
+}
+
+/// What vLLM's toy proxy sends with the first leg.
+fn first_leg_params() -> Params {
+    let params = json!({
+        "do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
+        "remote_block_ids": null, "remote_host": null, "remote_port": null,
+    });
+    match params {
+        Value::Object(params) => params,
+        _ => Params::new(),
+    }
+}
+
+fn check(scenario: &Scenario) -> Result<(), SimError> {
+    let engines = scenario.engines.len();
+    let refuse = |field, reason| Err(SimError::Config { field, reason });
+    let mut places: Vec<_> = scenario
+        .restarts
+        .iter()
+        .map(|restart| restart.engine)
+        .collect();
+    let mut names = std::collections::BTreeSet::new();
+    for request in &scenario.requests {
+        match request.route {
+            Route::Local { engine } => places.push(engine),
+            Route::Split { prefill, decode } => places.extend([prefill, decode]),
+        }
+        if request.prompt.length == 0 || request.max_tokens == 0 {
+            return refuse("requests", format!("{} has no token", request.name));
+        }
+        if !names.insert(&request.name) {
+            return refuse("requests.name", format!("{} is there twice", request.name));
+        }
+    }
+    match places.into_iter().find(|&place| place >= engines) {
+        Some(place) => refuse(
+            "engine",
+            format!("there is no engine {place}, only {engines}"),
+        ),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,10 @@
+//! The simulator with scripted connectors: an obedient one that moves bytes between engines
+//! (`direct`), and one that says whatever a test wants (`puppet`).
+
+mod assertions;
+mod cluster;
+mod direct;
+mod loads;
+mod properties;
+mod puppet;
+mod scheduling;
