@@ -19,6 +19,10 @@ use crate::scheduler::Counts;
 use crate::violation::{Breach, SimError, Violation};
 use crate::workload::{Abort, ClientRequest, Route, Scenario};
 
+/// Turns in which something happens, but no request ends, after which engines are said to run in
+/// circles.
+const BUSY_TURNS: u64 = 20_000;
+
 /// What a connector is made for.
 #[derive(Clone, Copy, Debug)]
 pub struct EngineSpec<'a> {
@@ -180,9 +184,17 @@ impl<'f> Cluster<'f> {
     /// started again.
     pub fn run(&mut self) -> Result<(), SimError> {
         let mut idle_since: Option<(u64, Instant)> = None;
+        let (mut ended, mut busy) = (0, 0);
         while !self.is_over() {
             if self.turn()? {
                 idle_since = None;
+                let now = self.ended();
+                busy = if now > ended { 0 } else { busy + 1 };
+                ended = now;
+                if busy > BUSY_TURNS {
+                    let left = self.clients.len() - ended;
+                    return Err(self.breach(Violation::NoEnd { turns: busy, left }).into());
+                }
                 continue;
             }
             self.factory.idle();
@@ -203,14 +215,14 @@ impl<'f> Cluster<'f> {
         Ok(())
     }
 
+    fn ended(&self) -> usize {
+        let ended = |client: &&Client| matches!(client.stage, Stage::Ended(_));
+        self.clients.iter().filter(ended).count()
+    }
+
     fn is_over(&self) -> bool {
-        self.clients
-            .iter()
-            .all(|client| matches!(client.stage, Stage::Ended(_)))
-            && self
-                .slots
-                .iter()
-                .all(|slot| slot.engine.as_ref().is_none_or(SimEngine::is_idle))
+        let mut engines = self.engines();
+        self.ended() == self.clients.len() && engines.all(SimEngine::is_idle)
     }
 
     fn breach(&self, violation: Violation) -> Breach {

@@ -155,6 +155,14 @@ pub enum Violation {
         /// What the connector says.
         pending: bool,
     },
+    /// The engines compute, but no request ends.
+    #[error("no request has ended in {turns} turns in which something happened; {left} are left")]
+    NoEnd {
+        /// Turns in which something happened.
+        turns: u64,
+        /// Requests that have not ended.
+        left: usize,
+    },
 
     // Blocks and bytes.
     /// A block was freed that nobody had.

@@ -89,15 +89,10 @@ impl Scheduler {
                 place += 1;
                 continue;
             }
-            // The one that was admitted last gives way, the request itself in the end.
             while !self.grow(&id, tokens)? {
-                let Some(victim) = self.running.pop() else {
-                    break;
-                };
-                self.preempt(&victim)?;
-                self.waiting.push_front(victim.clone());
-                preempted.push(victim);
-                if self.running.len() <= place {
+                let victim = self.give_way(&id)?;
+                preempted.push(victim.clone());
+                if victim == id {
                     return Ok(preempted);
                 }
             }
@@ -107,6 +102,30 @@ impl Scheduler {
             place += 1;
         }
         Ok(preempted)
+    }
+
+    /// Takes the blocks of somebody for a running request: of the running one that was admitted last,
+    /// or, before it is the request itself, of one that has loaded blocks and waits. vLLM takes
+    /// none from those, and leaves it to its users that pools are not full of them.
+    fn give_way(&mut self, id: &RequestId) -> Result<RequestId, Violation> {
+        if self.running.last() == Some(id)
+            && let Some(waiting) = self.last_ready()
+        {
+            self.preempt(&waiting)?;
+            return Ok(waiting);
+        }
+        let victim = self
+            .running
+            .pop()
+            .ok_or(Violation::Simulator("nobody runs"))?;
+        self.preempt(&victim)?;
+        self.waiting.push_front(victim.clone());
+        Ok(victim)
+    }
+
+    fn last_ready(&self) -> Option<RequestId> {
+        let is_ready = |id: &&RequestId| self.requests[*id].state == State::Ready;
+        self.waiting.iter().rfind(is_ready).cloned()
     }
 
     fn grow(&mut self, id: &RequestId, tokens: u32) -> Result<bool, Violation> {
@@ -174,16 +193,13 @@ impl Scheduler {
     }
 
     /// Nothing runs, nothing is loaded, and whoever could run waits for blocks that others have who
-    /// wait as well: the last of them gives its blocks up, and keeps its
-    /// place. vLLM has no such rule and sizes its pools
-    /// so that one is not needed.
+    /// wait as well: the last of them gives its blocks up, and keeps its place.
     fn break_deadlock(&mut self, connector: &mut dyn SchedulerConnector) -> Result<(), Violation> {
         let busy = |state| matches!(state, State::Running | State::Parked);
         if self.requests.values().any(|request| busy(request.state)) || !self.endings.is_empty() {
             return Ok(());
         }
-        let is_ready = |id: &&RequestId| self.requests[*id].state == State::Ready;
-        let Some(last) = self.waiting.iter().rfind(is_ready).cloned() else {
+        let Some(last) = self.last_ready() else {
             return Ok(());
         };
         self.preempt(&last)?;

@@ -17,24 +17,24 @@ type Lookup = Box<dyn Fn(&RequestView<'_>, u32) -> Matched + Send>;
 
 /// What a test says and sees.
 #[derive(Default)]
-pub struct State {
+pub(crate) struct State {
     /// What is offered; nothing by default.
-    pub lookup: Option<Lookup>,
+    pub(crate) lookup: Option<Lookup>,
     /// Whether blocks of requests that end are held.
-    pub hold: bool,
+    pub(crate) hold: bool,
     /// Per rank, what it reports next.
-    pub reports: Vec<WorkerReport>,
-    pub layouts: Vec<CacheLayout>,
-    pub pending: bool,
+    pub(crate) reports: Vec<WorkerReport>,
+    pub(crate) layouts: Vec<CacheLayout>,
+    pub(crate) pending: bool,
     /// Calls as a test reads them.
-    pub calls: Vec<String>,
+    pub(crate) calls: Vec<String>,
     /// The last allocation's blocks, of any request.
-    pub allocated: Tables,
+    pub(crate) allocated: Tables,
 }
 
 /// A test's end of both halves.
 #[derive(Clone, Default)]
-pub struct Puppet(pub Arc<Mutex<State>>);
+pub(crate) struct Puppet(pub(crate) Arc<Mutex<State>>);
 
 struct Worker(Puppet, usize);
 
@@ -144,7 +144,7 @@ impl Puppet {
     }
 
     /// An engine around a new puppet.
-    pub fn engine(config: EngineConfig, model: &Model) -> (Self, SimEngine) {
+    pub(crate) fn engine(config: EngineConfig, model: &Model) -> (Self, SimEngine) {
         let puppet = Self::default();
         let ranks = config.ranks as usize;
         puppet
@@ -163,28 +163,28 @@ impl Puppet {
         (puppet, engine)
     }
 
-    pub fn offer(&self, lookup: impl Fn(&RequestView<'_>, u32) -> Matched + Send + 'static) {
+    pub(crate) fn offer(&self, lookup: impl Fn(&RequestView<'_>, u32) -> Matched + Send + 'static) {
         self.0.lock().unwrap().lookup = Some(Box::new(lookup));
     }
 
     /// An async offer of the first so many tokens, to whoever has less.
-    pub fn offer_async(&self, tokens: u32) {
+    pub(crate) fn offer_async(&self, tokens: u32) {
         self.offer(move |request, computed| Matched::load_async(request.prompt, computed, tokens));
     }
 
-    pub fn hold(&self, hold: bool) {
+    pub(crate) fn hold(&self, hold: bool) {
         self.0.lock().unwrap().hold = hold;
     }
 
     /// Every rank reports a load.
-    pub fn received(&self, id: &RequestId, failed: Option<&[(u32, u32)]>) {
+    pub(crate) fn received(&self, id: &RequestId, failed: Option<&[(u32, u32)]>) {
         let ranks = self.0.lock().unwrap().reports.len();
         for rank in 0..ranks {
             self.rank_received(rank, id, failed);
         }
     }
 
-    pub fn rank_received(&self, rank: usize, id: &RequestId, failed: Option<&[(u32, u32)]>) {
+    pub(crate) fn rank_received(&self, rank: usize, id: &RequestId, failed: Option<&[(u32, u32)]>) {
         let received = Received {
             request: id.clone(),
             failure: failed.map(|_| LoadFailure::Peer),
@@ -198,7 +198,7 @@ impl Puppet {
     }
 
     /// Every rank reports a finished request as sent.
-    pub fn sent(&self, id: &RequestId) {
+    pub(crate) fn sent(&self, id: &RequestId) {
         for report in &mut self.0.lock().unwrap().reports {
             report.sent.push(id.clone());
         }
@@ -206,7 +206,7 @@ impl Puppet {
 
     /// Writes what a load of the first `tokens` tokens of `prompt` would bring to the blocks that were
     /// allocated last, on a single rank.
-    pub fn bring(&self, model: &Model, prompt: &[u32], tokens: std::ops::Range<u32>) {
+    pub(crate) fn bring(&self, model: &Model, prompt: &[u32], tokens: std::ops::Range<u32>) {
         let state = self.0.lock().unwrap();
         let chain = Model::chain("", prompt);
         let layout = &state.layouts[0];
@@ -232,16 +232,16 @@ impl Puppet {
     }
 
     /// The calls since the last look.
-    pub fn calls(&self) -> Vec<String> {
+    pub(crate) fn calls(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().unwrap().calls)
     }
 }
 
-pub fn id(text: &str) -> RequestId {
+pub(crate) fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
-pub fn request(name: &str, prompt: u32, max_tokens: u32) -> NewRequest {
+pub(crate) fn request(name: &str, prompt: u32, max_tokens: u32) -> NewRequest {
     NewRequest {
         id: id(name),
         prompt: tokens(prompt),
@@ -252,19 +252,19 @@ pub fn request(name: &str, prompt: u32, max_tokens: u32) -> NewRequest {
 }
 
 /// A prompt of so many tokens.
-pub fn tokens(length: u32) -> Vec<u32> {
+pub(crate) fn tokens(length: u32) -> Vec<u32> {
     (1..=length).collect()
 }
 
 /// A model whose requests stop only at their length.
-pub fn model() -> Model {
+pub(crate) fn model() -> Model {
     Model {
         stop_every: 0,
         ..Model::default()
     }
 }
 
-pub fn windowed() -> Model {
+pub(crate) fn windowed() -> Model {
     Model {
         groups: vec![GroupKind::Full, GroupKind::Window { tokens: 5 }],
         layers: vec![0, 1],
@@ -273,7 +273,7 @@ pub fn windowed() -> Model {
 }
 
 /// Steps until the request has ended, at most so many times.
-pub fn until_output(engine: &mut SimEngine, name: &str) -> Output {
+pub(crate) fn until_output(engine: &mut SimEngine, name: &str) -> Output {
     for _ in 0..1000 {
         engine.step().unwrap();
         if let Some(output) = engine
@@ -288,7 +288,7 @@ pub fn until_output(engine: &mut SimEngine, name: &str) -> Output {
 }
 
 /// Steps until a rule is broken.
-pub fn until_broken(engine: &mut SimEngine) -> Violation {
+pub(crate) fn until_broken(engine: &mut SimEngine) -> Violation {
     for _ in 0..100 {
         if let Err(breach) = engine.step() {
             return breach.violation;
@@ -298,7 +298,7 @@ pub fn until_broken(engine: &mut SimEngine) -> Violation {
 }
 
 /// Right tokens, whatever was loaded from where.
-pub fn assert_right(model: &Model, output: &Output, prompt: u32, max_tokens: u32) {
+pub(crate) fn assert_right(model: &Model, output: &Output, prompt: u32, max_tokens: u32) {
     assert_eq!(
         output.generated,
         model.reference(&tokens(prompt), "", max_tokens)
