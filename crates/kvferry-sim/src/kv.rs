@@ -188,10 +188,10 @@ impl KvBlocks {
         if !fits {
             return false;
         }
-        for group in 0..self.kinds.len() {
+        for (group, table) in tables.iter_mut().enumerate() {
             let first = self.outside(self.kinds[group], computed, last);
             let hits = hits.tables.get(group).map_or(&[][..], Vec::as_slice);
-            self.grow(group as u32, &mut tables[group], hits, first, need);
+            self.grow(group as u32, table, hits, first, need);
         }
         true
     }
@@ -237,10 +237,10 @@ impl KvBlocks {
         computed: u32,
         last_step: u64,
     ) -> Result<(), Violation> {
-        for group in 0..self.kinds.len() {
+        for (group, table) in tables.iter_mut().enumerate() {
             let first = self.outside(self.kinds[group], computed, computed);
-            for place in (0..tables[group].len().min(first as usize)).rev() {
-                let block = std::mem::replace(&mut tables[group][place], NULL_BLOCK);
+            for place in table.iter_mut().take(first as usize).rev() {
+                let block = std::mem::replace(place, NULL_BLOCK);
                 self.release(group as u32, block, last_step)?;
             }
         }

@@ -22,7 +22,7 @@ impl Rng {
     }
 
     /// The next 64 bits.
-    pub fn next(&mut self) -> u64 {
+    pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         mix(self.0)
     }
@@ -30,7 +30,7 @@ impl Rng {
     /// A number under `bound`; 0 for a bound of 0.
     pub fn below(&mut self, bound: u32) -> u32 {
         // The upper half of a product: no division, and a bias far below what a run could show.
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u32
+        ((u128::from(self.bits()) * u128::from(bound)) >> 64) as u32
     }
 
     /// A number from `low` to `high`, both included; `low` if `high` is less.
@@ -60,7 +60,7 @@ mod tests {
     fn the_sequence_of_a_seed_is_fixed() {
         // SplitMix64's published first outputs for seed 0.
         let mut rng = Rng::new(0);
-        let first: Vec<u64> = (0..3).map(|_| rng.next()).collect();
+        let first: Vec<u64> = (0..3).map(|_| rng.bits()).collect();
         assert_eq!(
             first,
             [

@@ -212,7 +212,7 @@ fn engine(rng: &mut Rng, options: &Options, name: &str, role: Role) -> EngineCon
         forward_ticks: (0, if rng.chance(50) { rng.below(4) } else { 0 }),
         report_delay: if calm { 0 } else { rng.below(4) },
         interleaved: rng.chance(50),
-        seed: rng.next(),
+        seed: rng.bits(),
     }
 }
 

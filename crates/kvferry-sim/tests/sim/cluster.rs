@@ -1,6 +1,10 @@
 //! Several engines with the router between them.
 
+use std::sync::mpsc;
+use std::thread;
 use std::time::Duration;
+
+use kvferry_connector::contract::Params;
 
 use kvferry_sim::*;
 
@@ -386,4 +390,78 @@ fn what_cannot_work_is_refused_with_the_field() {
         refused(&|s| s.requests[0].route = Route::Local { engine: 2 }),
         "engine: there is no engine 2, only 2"
     );
+}
+
+/// The time goes on in a thread of its own, as that of a connector with threads.
+struct Threaded {
+    inner: Direct,
+    now: mpsc::Receiver<u64>,
+}
+
+impl ConnectorFactory for Threaded {
+    fn build(&mut self, spec: &EngineSpec<'_>) -> Result<Halves, FactoryError> {
+        self.inner.build(spec)
+    }
+
+    fn idle(&mut self) {
+        if let Ok(tick) = self.now.recv_timeout(Duration::from_secs(30)) {
+            self.inner.tick(tick);
+        }
+    }
+}
+
+#[test]
+fn connectors_with_threads_are_waited_for_in_time_not_in_turns() {
+    let (sender, now) = mpsc::sync_channel(0);
+    let clock = thread::spawn(move || (1..).take_while(|&tick| sender.send(tick).is_ok()).count());
+    let mut factory = Threaded {
+        inner: Direct::new(SLOW),
+        now,
+    };
+    let patience = Patience {
+        idle_ticks: 0,
+        time: Duration::from_secs(60),
+    };
+    let mut cluster = Cluster::new(
+        scenario(vec![client("a", 30, None)]),
+        patience,
+        &mut factory,
+    )
+    .unwrap();
+    cluster.run().unwrap();
+    assert_eq!(cluster.report().finished, 1);
+    drop(factory);
+    assert!(clock.join().unwrap() >= 3);
+}
+
+#[test]
+fn a_shutdown_ends_what_is_held() {
+    let mut direct = Direct::new(SLOW);
+    let (config, model) = (EngineConfig::default(), Model::default());
+    let spec = EngineSpec {
+        config: &config,
+        model: &model,
+        life: 0,
+    };
+    let halves = direct.build(&spec).unwrap();
+    let mut engine = SimEngine::new(config.clone(), &model, halves).unwrap();
+    let mut params = Params::new();
+    params.insert("do_remote_decode".into(), true.into());
+    engine
+        .add(NewRequest {
+            params: Some(params),
+            ..crate::puppet::request("a", 9, 1)
+        })
+        .unwrap();
+    let output = crate::puppet::until_output(&mut engine, "a");
+    assert!(
+        output
+            .params
+            .is_some_and(|params| params["remote_num_tokens"] == 9)
+    );
+    engine.step().unwrap();
+    assert!(!engine.is_idle());
+    engine.shutdown(Duration::from_secs(30)).unwrap();
+    assert!(engine.is_idle());
+    engine.check_end().unwrap();
 }
