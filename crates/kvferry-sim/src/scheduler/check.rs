@@ -85,3 +85,141 @@ impl Scheduler {
         }
     }
 }
+
+/// No connector can bring these about, so the state is damaged by hand.
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use kvferry_connector::contract::{
+        Aggregated, Allocation, Capabilities, Finished, FinishedRequest, Matched, RequestView,
+        SchedulerConnector, StepPlan, StepView,
+    };
+    use kvferry_wire::RequestId;
+
+    use super::*;
+    use crate::config::EngineConfig;
+    use crate::model::Model;
+    use crate::request::NewRequest;
+
+    /// Offers 8 tokens to whoever has none.
+    struct Offers;
+
+    impl SchedulerConnector for Offers {
+        fn capabilities(&self) -> Capabilities {
+            Capabilities {
+                requires_delivery: false,
+                best_effort: false,
+                loaded_groups: None,
+                layout: None,
+            }
+        }
+        fn on_new_request(&mut self, _: &RequestView<'_>) {}
+        fn matched_tokens(&self, request: &RequestView<'_>, computed: u32) -> Matched {
+            match request.prompt {
+                1 => Matched::Later(Duration::from_secs(60)),
+                prompt => Matched::load_async(prompt, computed, 8),
+            }
+        }
+        fn after_alloc(&mut self, _: &RequestView<'_>, _: &Allocation<'_>) {}
+        fn build_step(&mut self, _: &StepView<'_>) -> StepPlan {
+            StepPlan::Multi(Vec::new())
+        }
+        fn preempted(&mut self, _: &[RequestId]) {}
+        fn request_finished(&mut self, _: &FinishedRequest<'_>) -> Finished {
+            Finished::Free
+        }
+        fn on_report(&mut self, _: &Aggregated) {}
+        fn has_pending_work(&self) -> bool {
+            false
+        }
+        fn begin_shutdown(&mut self) {}
+    }
+
+    /// `a` is parked with blocks 1 and 2, `b` with 3 and 4, `c` is put off.
+    fn scheduler() -> (Scheduler, [RequestId; 3]) {
+        let mut scheduler = Scheduler::new(&EngineConfig::default(), &Model::default());
+        let ids = ["a", "b", "c"].map(|id| RequestId::new(id).unwrap());
+        for (id, prompt) in ids.iter().zip([vec![1; 10], vec![2; 10], vec![3]]) {
+            let new = NewRequest {
+                id: id.clone(),
+                prompt,
+                max_tokens: 1,
+                params: None,
+                extra_key: String::new(),
+            };
+            scheduler.add(&mut Offers, new).unwrap();
+        }
+        scheduler.schedule(&mut Offers).unwrap();
+        scheduler.check().unwrap();
+        assert_eq!(scheduler.requests[&ids[1]].tables, [[3, 4]]);
+        (scheduler, ids)
+    }
+
+    #[test]
+    fn blocks_that_are_loaded_are_neither_findable_nor_shared() {
+        let (mut scheduler, [a, _, _]) = scheduler();
+        let request = &scheduler.requests[&a];
+        scheduler.kv.cache(&request.tables, &request.chain, 4);
+        let found = scheduler.check();
+        assert!(
+            matches!(found, Err(Violation::SharedDuringLoad { block: 1, .. })),
+            "{found:?}"
+        );
+    }
+
+    #[test]
+    fn a_block_has_one_owner() {
+        let (mut scheduler, [a, b, _]) = scheduler();
+        // The pool knows of the second owner, so the counts are right.
+        let hits = crate::kv::Hits {
+            tokens: 4,
+            tables: vec![vec![1]],
+        };
+        let mut tables = vec![vec![]];
+        assert!(scheduler.kv.allocate(&mut tables, &hits, 4, 4, 4));
+        if let Some(request) = scheduler.requests.get_mut(&b) {
+            request.tables[0].extend(&tables[0]);
+        }
+        let found = scheduler.check();
+        assert!(
+            matches!(
+                found,
+                Err(Violation::OwnedTwice {
+                    block: 1,
+                    owners: 2,
+                    ..
+                })
+            ),
+            "{found:?}"
+        );
+        // And without that they are not.
+        if let Some(request) = scheduler.requests.get_mut(&a) {
+            request.tables[0].clear();
+        }
+        assert!(matches!(
+            scheduler.check(),
+            Err(Violation::References { .. })
+        ));
+    }
+
+    #[test]
+    fn c9_who_only_waits_has_no_blocks_and_everybody_is_in_one_queue() {
+        let (mut scheduler, [_, b, c]) = scheduler();
+        let tables = scheduler
+            .requests
+            .get_mut(&b)
+            .map(|b| std::mem::replace(&mut b.tables, vec![vec![]]));
+        if let (Some(request), Some(tables)) = (scheduler.requests.get_mut(&c), tables) {
+            request.tables = tables;
+        }
+        let found = scheduler.check();
+        assert!(
+            matches!(found, Err(Violation::BlocksWhileWaiting { blocks: 2, .. })),
+            "{found:?}"
+        );
+        let (mut scheduler, [_, _, c]) = self::scheduler();
+        scheduler.running.push(c);
+        assert!(matches!(scheduler.check(), Err(Violation::Simulator(_))));
+    }
+}
