@@ -1,6 +1,6 @@
 //! The command line: options, sizes with suffixes, and what is refused before anything starts.
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvferry_engine::LaneChoice;
 use kvferry_wire::demo::MAX_DEMO_BLOCKS;
 use kvferry_wire::{DemoPlan, MAX_READ_TABLES};
@@ -31,6 +31,113 @@ pub(crate) enum Command {
     Serve(ServeArgs),
     /// Read and verify the blocks of a `kvferry serve`
     Pull(PullArgs),
+    /// Run a reference scheduler over the connectors, with every rule checked after each step
+    ///
+    /// Engines with vLLM's scheduling, a router between them and clients that come and go, all from a
+    /// seed; tokens come out right only if every byte was. The exit status is 1 if a rule was broken,
+    /// with the rule and the command that shows it again.
+    Sim(SimArgs),
+}
+
+#[derive(Clone, Debug, Args)]
+pub(crate) struct SimArgs {
+    /// How many requests clients send
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub(crate) requests: u32,
+    /// What everything is drawn from
+    #[arg(long, value_name = "S", default_value_t = 1)]
+    pub(crate) seed: u64,
+    /// How much goes wrong, of requests, engines and the fabric between them
+    #[arg(long, value_enum, default_value_t = SimFaults::None)]
+    pub(crate) faults: SimFaults,
+    /// Which connectors the engines have
+    #[arg(long, value_enum, default_value_t = SimConnector::Remote)]
+    pub(crate) connector: SimConnector,
+    /// What carries their engines
+    #[arg(long, value_enum, default_value_t = SimCarrier::Loopback)]
+    pub(crate) carrier: SimCarrier,
+    /// Print one JSON object instead of the table
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How much goes wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SimFaults {
+    /// Nothing
+    None,
+    /// Some aborts, late reports, small pools, lost segments
+    Mixed,
+    /// Many of them, restarts too
+    Harsh,
+}
+
+/// Connectors of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SimConnector {
+    /// RemotePrefill
+    Remote,
+    /// SharedStorage
+    Storage,
+    /// Both under a MultiConnector
+    Multi,
+}
+
+/// Fabrics of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SimCarrier {
+    /// In this process, with faults
+    Loopback,
+    /// UCX over the loopback device
+    Ucx,
+}
+
+impl SimFaults {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Mixed => "mixed",
+            Self::Harsh => "harsh",
+        }
+    }
+}
+
+impl From<SimFaults> for kvferry_sim::Faults {
+    fn from(faults: SimFaults) -> Self {
+        match faults {
+            SimFaults::None => Self::None,
+            SimFaults::Mixed => Self::Mixed,
+            SimFaults::Harsh => Self::Harsh,
+        }
+    }
+}
+
+impl SimConnector {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Remote => "remote",
+            Self::Storage => "storage",
+            Self::Multi => "multi",
+        }
+    }
+}
+
+impl SimCarrier {
+    pub(crate) const fn name(self) -> &'static str {
+        match self {
+            Self::Loopback => "loopback",
+            Self::Ucx => "ucx",
+        }
+    }
+}
+
+impl From<SimCarrier> for kvferry_sim::Carrier {
+    fn from(carrier: SimCarrier) -> Self {
+        match carrier {
+            SimCarrier::Loopback => Self::Loopback,
+            SimCarrier::Ucx => Self::Ucx,
+        }
+    }
 }
 
 #[derive(Clone, Debug, Args)]

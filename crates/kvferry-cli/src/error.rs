@@ -71,6 +71,9 @@ pub(crate) enum CliError {
     /// The producer answered, but not with what was asked for.
     #[error("the producer {0}")]
     Producer(String),
+    /// A simulation did not run to its end.
+    #[error("the simulation did not run: {0}")]
+    Sim(String),
     /// The process that the demo started is not of use.
     #[error("the producer process {0}; its own messages are above")]
     Child(String),

@@ -1,4 +1,4 @@
-//! The `kvferry` program: `demo`, `serve` and `pull`.
+//! The `kvferry` program: `demo`, `serve`, `pull` and `sim`.
 //!
 //! Responsible for the command line, for a producer and a consumer that move blocks with a known
 //! pattern, and for judging and reporting what happened. Not responsible for moving anything: that
@@ -24,6 +24,7 @@ mod report;
 mod running;
 mod serve;
 mod share;
+mod sim;
 
 use std::ffi::OsString;
 use std::fmt;
@@ -55,6 +56,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::Pull(args) => pull::run(&args),
+        Command::Sim(args) => sim::run(&args),
     });
     match outcome {
         Ok(code) => code,
