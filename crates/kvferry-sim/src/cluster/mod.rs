@@ -59,6 +59,9 @@ pub trait ConnectorFactory {
     /// A turn of the whole cluster begins: the time, for connectors that live by it.
     fn tick(&mut self, _tick: u64) {}
 
+    /// Something happened in a turn. Connectors with threads may let them have the processor.
+    fn busy(&mut self) {}
+
     /// Nothing happened in a turn. Connectors with threads may wait here for an event, shortly.
     fn idle(&mut self) {
         std::thread::yield_now();
@@ -183,17 +186,21 @@ impl<'f> Cluster<'f> {
     /// started again.
     pub fn run(&mut self) -> Result<(), SimError> {
         let mut idle_since: Option<(u64, Instant)> = None;
-        let (mut ended, mut busy) = (0, 0);
+        let (mut ended, mut busy, mut since) = (0, 0, Instant::now());
         while !self.is_over() {
             if self.turn()? {
                 idle_since = None;
                 let now = self.ended();
-                busy = if now > ended { 0 } else { busy + 1 };
-                ended = now;
-                if busy > BUSY_TURNS {
+                if now > ended {
+                    (ended, busy, since) = (now, 0, Instant::now());
+                }
+                busy += 1;
+                // What a connector with threads waits for takes time, not turns.
+                if busy > BUSY_TURNS && since.elapsed() >= self.patience.time {
                     let left = self.clients.len() - ended;
                     return Err(self.breach(Violation::NoEnd { turns: busy, left }).into());
                 }
+                self.factory.busy();
                 continue;
             }
             self.factory.idle();
