@@ -12,6 +12,7 @@ mod publisher;
 mod reader;
 mod resources;
 mod side;
+mod simulated;
 mod sleepers;
 
 use std::time::Duration;
@@ -36,6 +37,7 @@ pub use publisher::{
 pub use reader::{Done, Order, Reader};
 pub use resources::Resources;
 pub use side::{Loaded, SideChild, SideSpec, SideStats, Stepped};
+pub use simulated::{Leg, LegEnd, Simulated, SimulatedChild, Ticked};
 pub use sleepers::{Answered, Echoed, Many, ReadByAll};
 
 /// Time for the end of an engine in a child.
@@ -80,6 +82,7 @@ pub fn run(role: &str, arguments: &str) {
         "engine" => engine::run(&serde_json::from_str(arguments).unwrap()),
         "native-reader" => native::run(&serde_json::from_str(arguments).unwrap()),
         "register" => native::register(&serde_json::from_str(arguments).unwrap()),
+        "simulated" => simulated::run(&serde_json::from_str(arguments).unwrap()),
         "side" => side::run(&serde_json::from_str(arguments).unwrap()),
         "renew" => messenger::renew(&serde_json::from_str(arguments).unwrap()),
         "flood" => messenger::flood(&serde_json::from_str(arguments).unwrap()),

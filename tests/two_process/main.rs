@@ -18,6 +18,7 @@ mod prefill;
 mod reads;
 mod replaced;
 mod shutdown;
+mod simulated;
 mod standstill;
 mod start;
 mod support;
@@ -41,6 +42,7 @@ fn main() -> std::process::ExitCode {
     cases.extend(peers::cases());
     cases.extend(standstill::cases());
     cases.extend(prefill::cases());
+    cases.extend(simulated::cases());
     cases.extend(replaced::cases());
     cases.extend(lives::cases());
     cases.extend(withdraw::cases());
