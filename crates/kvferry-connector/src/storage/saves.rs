@@ -1,7 +1,7 @@
 //! The saves that are under way, by number, block, content and request.
 //!
 //! Responsible for: no content saved twice at a time, how many saves a request still has, and which
-//! saves are void because their block has a new owner. Counts ends over ranks.
+//! saves are void, or must not begin, because their block has a new owner. Counts ends over ranks.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,6 +9,14 @@ use kvferry_wire::RequestId;
 
 use super::BlockKey;
 use super::plan::{KeyedBlock, Save};
+
+/// A block of a request's table.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Listed {
+    pub(super) block: u32,
+    /// When the request got it. It may lose it without a word, to a window that moves on.
+    since: u64,
+}
 
 #[derive(Debug)]
 struct UnderWay {
@@ -26,6 +34,10 @@ pub(super) struct Saves {
     next: u64,
     under_way: HashMap<u64, UnderWay>,
     by_block: HashMap<(u32, u32), u64>,
+    /// Counts up whenever blocks are given to somebody.
+    clock: u64,
+    /// When each block was last given to somebody who writes it.
+    given: HashMap<(u32, u32), u64>,
     contents: HashSet<BlockKey>,
     owned: HashMap<RequestId, usize>,
     pub(super) planned: u64,
@@ -41,6 +53,8 @@ impl Saves {
             next: 0,
             under_way: HashMap::new(),
             by_block: HashMap::new(),
+            clock: 0,
+            given: HashMap::new(),
             contents: HashSet::new(),
             owned: HashMap::new(),
             planned: 0,
@@ -56,6 +70,21 @@ impl Saves {
     /// How many saves read blocks of this request.
     pub(super) fn owned_by(&self, request: &RequestId) -> usize {
         self.owned.get(request).copied().unwrap_or(0)
+    }
+
+    /// A block of somebody who has it now.
+    pub(super) const fn listed(&self, block: u32) -> Listed {
+        Listed {
+            block,
+            since: self.clock,
+        }
+    }
+
+    /// Whether nobody was given the block after whoever has it in this list.
+    pub(super) fn is_still(&self, group: u32, listed: Listed) -> bool {
+        self.given
+            .get(&(group, listed.block))
+            .is_none_or(|&given| given <= listed.since)
     }
 
     /// A save of a block, unless its content or the block is being saved already, or too many wait.
@@ -90,10 +119,9 @@ impl Saves {
     /// These blocks were given to somebody, maybe to the same request, who writes them from now on:
     /// saves that read them are void, and are added to `revoke`.
     pub(super) fn given_anew(&mut self, group: u32, blocks: &[u32], revoke: &mut Vec<u64>) {
-        if self.by_block.is_empty() {
-            return;
-        }
+        self.clock += 1;
         for &block in blocks {
+            self.given.insert((group, block), self.clock);
             let Some(&number) = self.by_block.get(&(group, block)) else {
                 continue;
             };

@@ -5,7 +5,7 @@
 //! thread of their own ([`super::lookup`]).
 //!
 //! Invariants: per request, one load until it is preempted, and none after one that failed; each
-//! block is saved at most once; a block with a new owner is never read for a save.
+//! block is saved at most once; a block with a new owner is never read for what it was before.
 
 use std::collections::{HashMap, HashSet};
 use std::mem::take;
@@ -18,7 +18,7 @@ use super::file::Files;
 use super::key::{Chain, namespace};
 use super::lookup::{Known, Lookup, Lookups};
 use super::plan::{KeyedBlock, Load, Plan, Save};
-use super::saves::Saves;
+use super::saves::{Listed, Saves};
 use super::worker::OpenStorageError;
 use super::{BlockKey, StorageConfig, StorageSchedulerStats};
 use crate::contract::{
@@ -50,8 +50,8 @@ struct Request {
     chains: Vec<Chain>,
     lookup: Arc<Lookup>,
     state: State,
-    /// Per group, its blocks in the order of positions.
-    blocks: Vec<Vec<u32>>,
+    /// Per group, its blocks in the order of positions, also those that a window has left.
+    blocks: Vec<Vec<Listed>>,
     /// Per group, the position up to which blocks were saved or passed over.
     next: Vec<usize>,
     /// Blocks (group, position) that do not hold what they should until they are computed.
@@ -217,29 +217,38 @@ impl StorageScheduler {
         }
     }
 
-    fn scheduled(&mut self, scheduled: &Scheduled<'_>) {
-        let view = &scheduled.request;
-        let Some(request) = self.requests.get_mut(view.id) else {
+    /// Takes note of the blocks that a request in the step was given.
+    fn given(&mut self, scheduled: &Scheduled<'_>) {
+        let mut request = self.requests.get_mut(scheduled.request.id);
+        if request.is_none() {
             self.stats.unknown += 1;
-            return;
-        };
+        }
         let from = if scheduled.renewed {
             scheduled.computed
         } else {
             0
         };
-        let groups = request.blocks.iter_mut().zip(scheduled.new_blocks.0);
-        for ((blocks, new), (&tokens, group)) in
-            groups.zip(self.config.block_tokens.iter().zip(0..))
-        {
+        let groups = self.config.block_tokens.iter().zip(0..).zip(0..);
+        for (new, ((&tokens, group), index)) in scheduled.new_blocks.0.iter().zip(groups) {
             // What is before `from` it shares; what is after is written from now on.
             let own = new.get((from / tokens) as usize..).unwrap_or_default();
             self.saves.given_anew(group, own, &mut self.plan.revoke);
-            if scheduled.renewed {
-                blocks.clear();
+            let request = request.as_deref_mut();
+            if let Some(blocks) = request.and_then(|request| request.blocks.get_mut(index)) {
+                if scheduled.renewed {
+                    blocks.clear();
+                }
+                blocks.extend(new.iter().map(|&block| self.saves.listed(block)));
             }
-            blocks.extend_from_slice(new);
         }
+    }
+
+    /// Plans the saves of a request in the step, when all blocks of the step are given.
+    fn scheduled(&mut self, scheduled: &Scheduled<'_>) {
+        let view = &scheduled.request;
+        let Some(request) = self.requests.get_mut(view.id) else {
+            return;
+        };
         let end = scheduled.computed.saturating_add(scheduled.tokens);
         request.clean(&self.config.block_tokens, scheduled.computed, end);
         if !self.ending {
@@ -288,12 +297,17 @@ impl Request {
             chain.extend(&view.tokens[..full], view.extra_key);
             let upto = (full / tokens).min(blocks.len()).min(chain.keys().len());
             while *next < upto {
-                let (position, block, key) = (*next, blocks[*next], chain.keys()[*next]);
+                let (position, listed, key) = (*next, blocks[*next], chain.keys()[*next]);
+                let block = listed.block;
                 *next += 1;
                 // After a failed load, what the lookup found says nothing any more.
                 let stored = self.state != State::Failed
                     && self.lookup.has(position * tokens / unit as usize);
-                if block == NULL_BLOCK || stored || self.tainted.contains(&(group, position)) {
+                if block == NULL_BLOCK
+                    || stored
+                    || self.tainted.contains(&(group, position))
+                    || !saves.is_still(group, listed)
+                {
                     continue;
                 }
                 let block = KeyedBlock { key, group, block };
@@ -310,6 +324,7 @@ impl SchedulerConnector for StorageScheduler {
             best_effort: true,
             loaded_groups: None,
             layout: None,
+            reads_freed: true,
         }
     }
 
@@ -389,6 +404,10 @@ impl SchedulerConnector for StorageScheduler {
     }
 
     fn build_step(&mut self, step: &StepView<'_>) -> StepPlan {
+        // A block that a window left may be anybody's in this very step, also of one further back in it.
+        for scheduled in step.scheduled {
+            self.given(scheduled);
+        }
         for scheduled in step.scheduled {
             self.scheduled(scheduled);
         }

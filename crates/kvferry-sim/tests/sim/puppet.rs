@@ -45,6 +45,7 @@ impl SchedulerConnector for Puppet {
             best_effort: false,
             loaded_groups: None,
             layout: None,
+            reads_freed: false,
         }
     }
 
