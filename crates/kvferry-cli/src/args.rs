@@ -92,16 +92,6 @@ pub(crate) enum SimCarrier {
     Ucx,
 }
 
-impl SimFaults {
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Mixed => "mixed",
-            Self::Harsh => "harsh",
-        }
-    }
-}
-
 impl From<SimFaults> for kvferry_sim::Faults {
     fn from(faults: SimFaults) -> Self {
         match faults {
@@ -118,15 +108,6 @@ impl SimConnector {
             Self::Remote => "remote",
             Self::Storage => "storage",
             Self::Multi => "multi",
-        }
-    }
-}
-
-impl SimCarrier {
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Loopback => "loopback",
-            Self::Ucx => "ucx",
         }
     }
 }

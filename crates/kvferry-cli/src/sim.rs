@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use kvferry_sim::{Connectors, Options, RealFactory, Report};
+use kvferry_sim::{Carrier, Connectors, Options, RealFactory, Report};
 
 use crate::args::{SimArgs, SimConnector};
 use crate::error::CliError;
@@ -33,7 +33,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, CliError> {
         SimConnector::Storage => Connectors::Storage(path()),
         SimConnector::Multi => Connectors::Multi(path()),
     };
-    let carrier = args.carrier.into();
+    let carrier: Carrier = args.carrier.into();
     let mut factory = RealFactory::new(connectors, carrier, options.faults, options.seed);
     let report = kvferry_sim::run(&options, &mut factory)
         .map_err(|error| CliError::Sim(error.to_string()))?;
@@ -42,20 +42,23 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, CliError> {
         None => Ok(ExitCode::SUCCESS),
         Some(violation) => {
             say(format_args!("violated: {violation}"));
-            say(format_args!("again with: {}", replay(args)));
+            say(format_args!(
+                "again with: {}",
+                replay(args, &options, carrier)
+            ));
             Ok(ExitCode::FAILURE)
         }
     }
 }
 
-fn replay(args: &SimArgs) -> String {
+fn replay(args: &SimArgs, options: &Options, carrier: Carrier) -> String {
     format!(
         "kvferry sim --requests {} --seed {} --faults {} --connector {} --carrier {}",
         args.requests,
         args.seed,
-        args.faults.name(),
+        options.faults.name(),
         args.connector.name(),
-        args.carrier.name()
+        carrier.name()
     )
 }
 

@@ -34,6 +34,17 @@ pub enum Carrier {
     Ucx,
 }
 
+impl Carrier {
+    /// What it is called on a command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Loopback => "loopback",
+            Self::Ucx => "ucx",
+        }
+    }
+}
+
 /// Which connectors an engine has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Connectors {

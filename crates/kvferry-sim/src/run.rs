@@ -22,6 +22,18 @@ pub enum Faults {
     Harsh,
 }
 
+impl Faults {
+    /// What it is called on a command line.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::Mixed => "mixed",
+            Self::Harsh => "harsh",
+        }
+    }
+}
+
 /// What to run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {

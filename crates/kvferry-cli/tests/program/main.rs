@@ -6,4 +6,5 @@
 mod demo;
 mod refusals;
 mod serve_pull;
+mod sim;
 mod support;

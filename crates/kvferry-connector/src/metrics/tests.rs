@@ -74,8 +74,7 @@ fn kept<T>(table: &[Metric<T>], snapshot: &T) -> BTreeMap<String, f64> {
     let seen = Seen::default();
     let keeping = Keeping(Arc::clone(&seen));
     metrics::with_local_recorder(&keeping, || record(table, snapshot, &[("engine", "e")]));
-    let seen = seen.lock().unwrap().clone();
-    seen
+    seen.lock().unwrap().clone()
 }
 
 /// C113, C115: expiry, failure and lateness have names of their own, and so have loads that wait, leases

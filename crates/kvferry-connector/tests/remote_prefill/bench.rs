@@ -123,22 +123,7 @@ impl Side {
             let bytes = u64::from(LAYERS) * u64::from(BLOCKS) * BYTES;
             let region = HostPool::new(bytes as usize).unwrap().region().unwrap();
             region.fill(0, bytes, POISON).unwrap();
-            let layers = (0..LAYERS).map(|layer| CacheLayer {
-                layer,
-                group: 0,
-                memory: region.clone(),
-                offset: u64::from(layer) * u64::from(BLOCKS) * BYTES,
-                block_bytes: BYTES,
-                block_stride: BYTES,
-                blocks: BLOCKS,
-            });
-            let layout = CacheLayout {
-                groups: vec![CacheGroup {
-                    block_tokens: TOKENS,
-                }],
-                layers: layers.collect(),
-            };
-            worker.register(&layout).unwrap();
+            worker.register(&Self::layout(&region)).unwrap();
             scheduler
                 .publish(worker.rank(), worker.describe().unwrap())
                 .unwrap();
@@ -151,6 +136,25 @@ impl Side {
             memory,
             ranks: Aggregator::new(config.ranks),
             steps: 0,
+        }
+    }
+
+    /// A rank's blocks.
+    pub(crate) fn layout(memory: &MemoryRegion) -> CacheLayout {
+        let layers = (0..LAYERS).map(|layer| CacheLayer {
+            layer,
+            group: 0,
+            memory: memory.clone(),
+            offset: u64::from(layer) * u64::from(BLOCKS) * BYTES,
+            block_bytes: BYTES,
+            block_stride: BYTES,
+            blocks: BLOCKS,
+        });
+        CacheLayout {
+            groups: vec![CacheGroup {
+                block_tokens: TOKENS,
+            }],
+            layers: layers.collect(),
         }
     }
 

@@ -9,3 +9,4 @@ mod bench;
 mod faults;
 mod leases;
 mod loads;
+mod seed;

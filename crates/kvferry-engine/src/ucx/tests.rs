@@ -430,6 +430,7 @@ fn a_panic_of_the_sink_goes_on_after_ucx_has_returned() {
     assert_eq!(b.sink.segments, [b"two", b"six"]);
 }
 
+/// C72 and C49: a transport list over which nobody could be reached is refused, with the reason.
 #[test]
 fn transport_lists_that_cannot_carry_messages_are_refused() {
     for list in ["cma", "posix,cma,self", "self", "posix,sysv"] {

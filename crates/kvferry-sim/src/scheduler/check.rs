@@ -124,7 +124,7 @@ mod tests {
         }
         fn after_alloc(&mut self, _: &RequestView<'_>, _: &Allocation<'_>) {}
         fn build_step(&mut self, _: &StepView<'_>) -> StepPlan {
-            StepPlan::Multi(Vec::new())
+            StepPlan::Multi(kvferry_connector::multi::Plan::default())
         }
         fn preempted(&mut self, _: &[RequestId]) {}
         fn request_finished(&mut self, _: &FinishedRequest<'_>) -> Finished {

@@ -8,4 +8,5 @@ mod direct;
 mod loads;
 mod properties;
 mod puppet;
+mod real;
 mod scheduling;

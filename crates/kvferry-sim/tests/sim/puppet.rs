@@ -84,7 +84,7 @@ impl SchedulerConnector for Puppet {
                 one.tokens
             ));
         }
-        StepPlan::Multi(Vec::new())
+        StepPlan::Multi(kvferry_connector::multi::Plan::default())
     }
 
     fn preempted(&mut self, requests: &[RequestId]) {

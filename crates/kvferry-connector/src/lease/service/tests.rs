@@ -277,3 +277,24 @@ fn c21_a_release_by_the_consumers_own_name_is_refused() {
     assert_eq!(sent, released(4, 1, by, Verdict::RequestMismatch));
     assert_eq!(rank.events(), []);
 }
+
+/// Nobody ends a lease for somebody else: it is dropped, counted, and the lease is held.
+#[test]
+fn a_release_in_another_engines_name_is_dropped() {
+    let mut rank = Rank::new();
+    rank.plan(1, &[1], &[1], &[]);
+    rank.tick(Duration::ZERO);
+    let lease = LeaseId {
+        instance: instance(1),
+        epoch: epoch(1),
+        request: request(1),
+    };
+    // `hear` says that reader 1 sends.
+    let forged = encode_release(&lease, reader(2, 1), 1).unwrap();
+    assert_eq!(rank.hear(1, &forged), []);
+    assert_eq!(rank.service.malformed, 1);
+    assert_eq!(rank.events(), []);
+    let own = encode_release(&lease, reader(1, 1), 1).unwrap();
+    assert_eq!(rank.hear(1, &own).len(), 1);
+    assert_eq!(rank.events().len(), 1);
+}

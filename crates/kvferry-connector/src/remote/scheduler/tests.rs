@@ -231,6 +231,15 @@ fn nothing_is_offered_that_saves_no_more_than_a_token_or_less_than_the_threshold
         Matched::None
     );
     assert_eq!(bench.half.matched_tokens(&request.view(), 319).tokens(), 2);
+    for threshold in [0, 1] {
+        let mut bench = Bench::new(RemoteConfig {
+            recompute_threshold_tokens: threshold,
+            ..config(Role::Consumer)
+        });
+        bench.half.on_new_request(&request.view());
+        let matched = bench.half.matched_tokens(&request.view(), 320);
+        assert_eq!(matched, Matched::None, "threshold {threshold}");
+    }
     let mut bench = Bench::new(RemoteConfig {
         recompute_threshold_tokens: 100,
         ..config(Role::Consumer)

@@ -383,3 +383,44 @@ impl Drop for RemoteWorker {
         self.end(Duration::ZERO);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn epoch(value: u64) -> Epoch {
+        Epoch::new(value).unwrap()
+    }
+
+    fn request(value: u64) -> RequestId {
+        RequestId::new(format!("r{value}")).unwrap()
+    }
+
+    /// In whatever order the end of a lease and the plan that activates it come: sent once. A lease that
+    /// was revoked, or ended before anything was held under it, sends nothing and leaves nothing.
+    #[test]
+    fn c102_a_request_is_sent_once_when_it_has_finished_and_its_lease_has_ended() {
+        let plan = |reserve: &[u64], activate: &[u64], revoke: &[u64]| StepLeases {
+            issued_up_to: 9,
+            reserve: reserve.iter().map(|n| (epoch(*n), request(*n))).collect(),
+            activate: activate.iter().copied().map(epoch).collect(),
+            revoke: revoke.iter().copied().map(epoch).collect(),
+        };
+        let mut sent = Sent::default();
+        sent.plan(&plan(&[1, 2, 3, 4], &[1], &[]));
+        sent.ended(epoch(1));
+        sent.ended(epoch(1));
+        assert_eq!(std::mem::take(&mut sent.due), [request(1)]);
+        // The release has overtaken the plan.
+        sent.ended(epoch(2));
+        assert!(sent.due.is_empty());
+        sent.plan(&plan(&[], &[2], &[]));
+        assert_eq!(std::mem::take(&mut sent.due), [request(2)]);
+        sent.ended(epoch(3));
+        sent.plan(&plan(&[], &[], &[3, 4]));
+        sent.ended(epoch(4));
+        sent.ended(epoch(7));
+        assert!(sent.due.is_empty() && sent.ended.is_empty());
+        assert!(sent.activated.is_empty() && sent.requests.is_empty());
+    }
+}

@@ -259,8 +259,6 @@ fn a_side_that_closes_does_not_disturb_the_other() {
     assert!(a.sink.failed.is_empty() && b.sink.failed.is_empty());
 }
 
-/// C72 and C49: a transport list over which nobody could be reached is refused, with the reason.
-
 /// The data worker is destroyed and made anew: what was under way is reported, its endpoint fails, and
 /// a new one reads.
 #[test]
