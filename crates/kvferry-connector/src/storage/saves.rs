@@ -31,6 +31,8 @@ struct UnderWay {
 pub(super) struct Saves {
     world: u32,
     limit: usize,
+    /// An id means the same memory in every group.
+    one_pool: bool,
     next: u64,
     under_way: HashMap<u64, UnderWay>,
     by_block: HashMap<(u32, u32), u64>,
@@ -46,10 +48,11 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    pub(super) fn new(world: u32, limit: usize) -> Self {
+    pub(super) fn new(world: u32, limit: usize, one_pool: bool) -> Self {
         Self {
             world,
             limit,
+            one_pool,
             next: 0,
             under_way: HashMap::new(),
             by_block: HashMap::new(),
@@ -72,6 +75,11 @@ impl Saves {
         self.owned.get(request).copied().unwrap_or(0)
     }
 
+    /// What a block's memory is known by.
+    const fn place(&self, group: u32, block: u32) -> (u32, u32) {
+        (if self.one_pool { 0 } else { group }, block)
+    }
+
     /// A block of somebody who has it now.
     pub(super) const fn listed(&self, block: u32) -> Listed {
         Listed {
@@ -83,13 +91,13 @@ impl Saves {
     /// Whether nobody was given the block after whoever has it in this list.
     pub(super) fn is_still(&self, group: u32, listed: Listed) -> bool {
         self.given
-            .get(&(group, listed.block))
+            .get(&self.place(group, listed.block))
             .is_none_or(|&given| given <= listed.since)
     }
 
     /// A save of a block, unless its content or the block is being saved already, or too many wait.
     pub(super) fn plan(&mut self, request: &RequestId, block: KeyedBlock) -> Option<Save> {
-        let place = (block.group, block.block);
+        let place = self.place(block.group, block.block);
         if self.contents.contains(&block.key) || self.by_block.contains_key(&place) {
             return None;
         }
@@ -121,8 +129,9 @@ impl Saves {
     pub(super) fn given_anew(&mut self, group: u32, blocks: &[u32], revoke: &mut Vec<u64>) {
         self.clock += 1;
         for &block in blocks {
-            self.given.insert((group, block), self.clock);
-            let Some(&number) = self.by_block.get(&(group, block)) else {
+            let place = self.place(group, block);
+            self.given.insert(place, self.clock);
+            let Some(&number) = self.by_block.get(&place) else {
                 continue;
             };
             self.revoked += 1;
@@ -157,10 +166,15 @@ impl Saves {
 
     /// Block, content and request are free of it.
     fn let_go(&mut self, number: u64) {
+        let Some(KeyedBlock { group, block, .. }) =
+            self.under_way.get(&number).map(|save| save.block)
+        else {
+            return;
+        };
+        let place = self.place(group, block);
         let Some(save) = self.under_way.get_mut(&number) else {
             return;
         };
-        let place = (save.block.group, save.block.block);
         if self.by_block.get(&place) == Some(&number) {
             self.by_block.remove(&place);
             self.contents.remove(&save.block.key);

@@ -9,16 +9,16 @@
 
 use std::collections::{HashMap, HashSet};
 use std::mem::take;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvferry_wire::RequestId;
 
 use super::file::Files;
 use super::key::{Chain, namespace};
-use super::lookup::{Known, Lookup, Lookups};
-use super::plan::{KeyedBlock, Load, Plan, Save};
-use super::saves::{Listed, Saves};
+use super::lookup::{Known, Lookups};
+use super::plan::{KeyedBlock, Load, Plan};
+use super::request::{Request, State};
+use super::saves::Saves;
 use super::worker::OpenStorageError;
 use super::{BlockKey, StorageConfig, StorageSchedulerStats};
 use crate::contract::{
@@ -29,34 +29,6 @@ use crate::contract::{
 
 /// A load at most saves this many tokens where it is not worth the while.
 const TOO_FEW: u32 = 1;
-
-/// Where a request's load stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// What is on disk is offered.
-    Open,
-    /// It was scheduled without a load.
-    Declined,
-    /// A load is under way; the request was preempted meanwhile, or not.
-    Loading { preempted: bool },
-    /// It ended well.
-    Loaded,
-    /// It did not. Final.
-    Failed,
-}
-
-#[derive(Debug)]
-struct Request {
-    chains: Vec<Chain>,
-    lookup: Arc<Lookup>,
-    state: State,
-    /// Per group, its blocks in the order of positions, also those that a window has left.
-    blocks: Vec<Vec<Listed>>,
-    /// Per group, the position up to which blocks were saved or passed over.
-    next: Vec<usize>,
-    /// Blocks (group, position) that do not hold what they should until they are computed.
-    tainted: HashSet<(u32, usize)>,
-}
 
 /// A load that has not been reported.
 #[derive(Debug)]
@@ -98,7 +70,11 @@ impl StorageScheduler {
             lookups,
             requests: HashMap::new(),
             loading: HashMap::new(),
-            saves: Saves::new(config.world, config.settings.max_pending_saves),
+            saves: Saves::new(
+                config.world,
+                config.settings.max_pending_saves,
+                config.one_pool,
+            ),
             held: HashSet::new(),
             plan: Plan::default(),
             ending: false,
@@ -254,65 +230,6 @@ impl StorageScheduler {
         if !self.ending {
             let full = (end as usize).min(view.tokens.len());
             request.save(view, full, self.unit, &mut self.saves, &mut self.plan.save);
-        }
-    }
-}
-
-impl Request {
-    /// Tokens of the prompt that were looked up: enough to look them up again.
-    fn prompt(&self, unit: u32) -> u32 {
-        self.lookup.units() as u32 * unit
-    }
-
-    /// Blocks whose computation begins in a step from `computed` to `end` are as good as new.
-    fn clean(&mut self, block_tokens: &[u32], computed: u32, end: u32) {
-        self.tainted.retain(|&(group, position)| {
-            let tokens = block_tokens
-                .get(group as usize)
-                .map_or(1, |&tokens| tokens as usize);
-            let start = position * tokens;
-            start < computed as usize || start >= end as usize
-        });
-    }
-
-    /// Plans the saves of blocks that the first `full` tokens fill.
-    fn save(
-        &mut self,
-        view: &RequestView<'_>,
-        full: usize,
-        unit: u32,
-        saves: &mut Saves,
-        planned: &mut Vec<Save>,
-    ) {
-        for ((chain, blocks), (next, group)) in self
-            .chains
-            .iter_mut()
-            .zip(&self.blocks)
-            .zip(self.next.iter_mut().zip(0..))
-        {
-            let tokens = chain.block_tokens();
-            if full / tokens <= *next {
-                continue;
-            }
-            chain.extend(&view.tokens[..full], view.extra_key);
-            let upto = (full / tokens).min(blocks.len()).min(chain.keys().len());
-            while *next < upto {
-                let (position, listed, key) = (*next, blocks[*next], chain.keys()[*next]);
-                let block = listed.block;
-                *next += 1;
-                // After a failed load, what the lookup found says nothing any more.
-                let stored = self.state != State::Failed
-                    && self.lookup.has(position * tokens / unit as usize);
-                if block == NULL_BLOCK
-                    || stored
-                    || self.tainted.contains(&(group, position))
-                    || !saves.is_still(group, listed)
-                {
-                    continue;
-                }
-                let block = KeyedBlock { key, group, block };
-                planned.extend(saves.plan(view.id, block));
-            }
         }
     }
 }
@@ -512,6 +429,7 @@ mod tests {
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![4],
             world: 1,
+            one_pool: true,
         };
         let mut scheduler = StorageScheduler::new(config).unwrap();
         let ids = [RequestId::new("a").unwrap(), RequestId::new("b").unwrap()];

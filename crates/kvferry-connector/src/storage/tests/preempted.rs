@@ -175,6 +175,36 @@ fn too_many_saves_are_not_planned_and_those_that_wait_too_long_are_given_up() {
     );
 }
 
+#[test]
+fn c7_c43_in_one_pool_a_block_of_another_group_is_the_same_memory() {
+    for one_pool in [false, true] {
+        let directory = tempfile::tempdir().unwrap();
+        let mut config = config(directory.path());
+        config.settings.io_threads = 1;
+        config.block_tokens = vec![BLOCK, BLOCK];
+        config.one_pool = one_pool;
+        let mut machine = Machine::new(&config);
+        let usage = std::fs::File::open(directory.path().join(".kvferry-usage")).unwrap();
+        usage.lock().unwrap();
+        let (a, b) = (job("a", &TOKENS[..4]), job("b", &OTHERS[..4]));
+        machine.scheduler.on_new_request(&a.view());
+        machine.scheduler.on_new_request(&b.view());
+        let blocks = [vec![NULL_BLOCK], vec![5]];
+        let step = |job, blocks, tokens| Scheduled {
+            tokens,
+            ..scheduled(job, blocks, 0)
+        };
+        machine.step(&[step(&a, &blocks, 4)]);
+        assert_eq!(machine.plans.last().unwrap().save.len(), 1);
+        // Group 1 gives its block up, and group 0 of somebody else gets that id.
+        let blocks = [vec![5], vec![NULL_BLOCK]];
+        machine.plan(&[step(&b, &blocks, 3)]);
+        let revoked = machine.plans.last().unwrap().revoke.len();
+        assert_eq!(revoked, usize::from(one_pool));
+        drop(usage);
+    }
+}
+
 /// The step in which the block's last token becomes known comes after the one that computed it (async
 /// scheduling), and by then a window has moved on from the block.
 fn saved_late(given: impl FnOnce(&mut Machine, &Job<'_>)) {
