@@ -2,9 +2,11 @@
 //!
 //! Responsible for following every [`Event`] of the scheduler with a look at the memory: what counts
 //! as loaded is there, what the prefix cache finds is what it says, what is held for others does not
-//! change, and nobody writes to a block that is free. Changes no bytes but those of free blocks.
+//! change, and nobody writes to a block that is free. Fills blocks that were handed out, before their
+//! new owner writes to them, so that whoever still reads them gets nothing of use; and blocks that
+//! are freed, unless the connector may read those until then.
 
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap};
 
 use kvferry_wire::RequestId;
 
@@ -18,8 +20,12 @@ use crate::violation::Violation;
 pub(crate) struct Audit {
     /// Free blocks that a step under way may still write to, with the last one that may.
     waiting: Vec<(u32, u32, u64)>,
-    /// Free blocks that are marked.
-    marked: HashSet<(u32, u32)>,
+    /// Free blocks to which nobody writes, with what they hold on each rank.
+    marked: HashMap<(u32, u32), Vec<Vec<u64>>>,
+    /// Blocks that were handed out, with the step from which on their new owner may write to them.
+    given: Vec<(u64, u32, u32)>,
+    /// Whether the connector may read free blocks.
+    reads_freed: bool,
     held: BTreeMap<RequestId, (Tables, Vec<u64>)>,
     /// Sync loads, to be looked at when their step's forward begins.
     sync: Vec<(u64, Tables, Vec<u64>, std::ops::Range<u32>)>,
@@ -28,20 +34,29 @@ pub(crate) struct Audit {
 }
 
 impl Audit {
-    /// Follows what the scheduler did.
+    /// For a connector that may read free blocks until they are handed out, or not.
+    pub(crate) fn new(reads_freed: bool) -> Self {
+        Self {
+            reads_freed,
+            ..Self::default()
+        }
+    }
+
+    /// Follows what the scheduler did, up to the step that it scheduled last.
     pub(crate) fn follow(
         &mut self,
         events: Vec<Event>,
+        step: u64,
         ranks: &[RankMemory],
         is_cached: impl Fn(u32, u32) -> bool,
     ) -> Result<(), Violation> {
         for event in events {
-            self.one(event, ranks)?;
+            self.one(event, step, ranks)?;
         }
         self.mark(ranks, is_cached)
     }
 
-    fn one(&mut self, event: Event, ranks: &[RankMemory]) -> Result<(), Violation> {
+    fn one(&mut self, event: Event, step: u64, ranks: &[RankMemory]) -> Result<(), Violation> {
         match event {
             Event::Freed {
                 group,
@@ -54,11 +69,12 @@ impl Audit {
                 evicted,
             } => {
                 self.waiting.retain(|&(g, b, _)| (g, b) != (group, block));
-                let marked = self.marked.remove(&(group, block));
+                self.given.push((step, group, block));
+                let marked = self.marked.remove(&(group, block)).unwrap_or_default();
+                for (rank, digests) in ranks.iter().zip(&marked) {
+                    rank.check_free(group, block, digests)?;
+                }
                 for rank in ranks {
-                    if marked {
-                        rank.check_free(group, block)?;
-                    }
                     if let Some(chain) = &evicted {
                         rank.verify_block("a cached block", group, block, chain)?;
                     }
@@ -109,6 +125,20 @@ impl Audit {
         Ok(())
     }
 
+    /// The workers have let go of the blocks that have a new owner from this step on.
+    pub(crate) fn released(&mut self, step: u64, ranks: &[RankMemory]) -> Result<(), Violation> {
+        let (due, later) = std::mem::take(&mut self.given)
+            .into_iter()
+            .partition(|given| given.0 <= step);
+        self.given = later;
+        let due: Vec<_> = due;
+        due.into_iter().try_for_each(|(_, group, block)| {
+            ranks
+                .iter()
+                .try_for_each(|rank| rank.scribble(group, block))
+        })
+    }
+
     /// A forward begins: its sync loads are to be in place.
     pub(crate) fn before_forward(
         &mut self,
@@ -153,10 +183,14 @@ impl Audit {
             if is_cached(group, block) {
                 continue;
             }
+            let mut digests = Vec::with_capacity(ranks.len());
             for rank in ranks {
-                rank.fill_free(group, block)?;
+                if !self.reads_freed {
+                    rank.scribble(group, block)?;
+                }
+                digests.push(rank.digests(group, block)?);
             }
-            self.marked.insert((group, block));
+            self.marked.insert((group, block), digests);
         }
         Ok(())
     }
@@ -164,10 +198,9 @@ impl Audit {
     /// Looks at every free block.
     pub(crate) fn check_end(&self, ranks: &[RankMemory]) -> Result<(), Violation> {
         let mut marked = self.marked.iter();
-        marked.try_for_each(|&(group, block)| {
-            ranks
-                .iter()
-                .try_for_each(|rank| rank.check_free(group, block))
+        marked.try_for_each(|(&(group, block), digests)| {
+            let mut ranks = ranks.iter().zip(digests);
+            ranks.try_for_each(|(rank, digests)| rank.check_free(group, block, digests))
         })
     }
 }

@@ -208,6 +208,7 @@ fn storage(spec: &EngineSpec<'_>, path: PathBuf) -> Result<Made, FactoryError> {
         layout: "opaque".to_owned(),
         block_tokens: vec![spec.config.scheduler.block_tokens; groups],
         world: spec.config.ranks,
+        one_pool: false,
     };
     let scheduler = StorageScheduler::new(config.clone())?;
     let worker = |rank| -> Result<Box<dyn WorkerConnector>, FactoryError> {

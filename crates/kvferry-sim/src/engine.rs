@@ -114,6 +114,7 @@ impl SimEngine {
             registered.map_err(|source| SimError::Register { rank, source })?;
             memory.push(blocks);
         }
+        let audit = Audit::new(connector.capabilities().reads_freed);
         Ok(Self {
             scheduler: Scheduler::new(&config, model),
             model: model.clone(),
@@ -121,7 +122,7 @@ impl SimEngine {
             workers,
             memory,
             runner: Runner::default(),
-            audit: Audit::default(),
+            audit,
             in_flight: VecDeque::new(),
             reports: vec![VecDeque::new(); config.ranks as usize],
             reported: [BTreeMap::new(), BTreeMap::new()],
@@ -215,9 +216,10 @@ impl SimEngine {
     /// Follows with the audit what the scheduler did to blocks.
     fn follow(&mut self) -> Result<(), Violation> {
         let events = self.scheduler.take_events();
+        let step = self.scheduler.counts().steps;
         let pools = self.scheduler.kv().pools();
         let is_cached = |group: u32, block| pools[group as usize].content(block).is_some();
-        self.audit.follow(events, &self.memory, is_cached)
+        self.audit.follow(events, step, &self.memory, is_cached)
     }
 
     /// Starts the next forward if none is under way; goes on with one that is, once a tick.
@@ -229,6 +231,10 @@ impl SimEngine {
         let step = &mut self.in_flight[place];
         let ticks = match &mut step.stage {
             Stage::Queued(plan) => {
+                for worker in &mut self.workers {
+                    worker.release_blocks(plan);
+                }
+                self.audit.released(step.number, &self.memory)?;
                 for worker in &mut self.workers {
                     worker.begin_step(plan.clone());
                 }

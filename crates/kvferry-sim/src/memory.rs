@@ -6,13 +6,14 @@
 
 use kvferry_connector::contract::{CacheGroup, CacheLayer, CacheLayout, NULL_BLOCK};
 use kvferry_engine::{HostPool, MemoryError, MemoryRegion};
+use xxhash_rust::xxh3::xxh3_64;
 
 use crate::config::EngineConfig;
 use crate::model::{MAX_HEAD_BYTES, Model};
 use crate::violation::Violation;
 
-/// What a block that is free is filled with.
-const FREE: u8 = 0xa5;
+/// What a block is filled with in which nobody has anything.
+const NOTHING: u8 = 0xa5;
 
 /// The blocks of one rank.
 #[derive(Debug)]
@@ -220,22 +221,38 @@ impl RankMemory {
         })
     }
 
-    /// Marks a block as free.
-    pub(crate) fn fill_free(&self, group: u32, block: u32) -> Result<(), Violation> {
+    /// Fills a block with what means nothing.
+    pub(crate) fn scribble(&self, group: u32, block: u32) -> Result<(), Violation> {
         for (layer, memory, offset) in self.blocks(group, block) {
-            memory.fill(offset, layer.block_bytes, FREE)?;
+            memory.fill(offset, layer.block_bytes, NOTHING)?;
         }
         Ok(())
     }
 
-    /// Whether nobody has written to a block since it was marked as free.
-    pub(crate) fn check_free(&self, group: u32, block: u32) -> Result<(), Violation> {
+    /// What a block holds, layer by layer, as hashes.
+    pub(crate) fn digests(&self, group: u32, block: u32) -> Result<Vec<u64>, Violation> {
         let mut bytes = Vec::new();
-        for (layer, memory, offset) in self.blocks(group, block) {
-            bytes.resize(layer.block_bytes as usize, 0);
-            memory.read_at(offset, &mut bytes)?;
-            if bytes.iter().any(|&byte| byte != FREE) {
-                let (layer, rank) = (layer.layer, self.rank);
+        self.blocks(group, block)
+            .map(|(layer, memory, offset)| {
+                bytes.resize(layer.block_bytes as usize, 0);
+                memory.read_at(offset, &mut bytes)?;
+                Ok(xxh3_64(&bytes))
+            })
+            .collect()
+    }
+
+    /// Whether nobody has written to a free block since it held this.
+    pub(crate) fn check_free(
+        &self,
+        group: u32,
+        block: u32,
+        digests: &[u64],
+    ) -> Result<(), Violation> {
+        let found = self.digests(group, block)?;
+        let layers = self.blocks(group, block).map(|(layer, ..)| layer.layer);
+        for (layer, (found, digest)) in layers.zip(found.iter().zip(digests)) {
+            if found != digest {
+                let rank = self.rank;
                 return Err(Violation::LateWrite {
                     group,
                     block,

@@ -199,6 +199,11 @@ impl WorkerConnector for TracedWorker {
         self.inner.register(layout)
     }
 
+    fn release_blocks(&mut self, plan: &StepPlan) {
+        self.record("release_blocks", json!({}));
+        self.inner.release_blocks(plan);
+    }
+
     fn begin_step(&mut self, plan: StepPlan) {
         self.record("begin_step", json!({}));
         self.inner.begin_step(plan);

@@ -123,6 +123,10 @@ pub struct Capabilities {
     pub loaded_groups: Option<Vec<u32>>,
     /// The block layout that it needs, by the engine's name; `None` for any.
     pub layout: Option<String>,
+    /// It may read a block after it was freed (by a window that moved on, a preemption), until
+    /// [`release_blocks`](super::WorkerConnector::release_blocks) of the step that gives it to
+    /// somebody. Nobody may change a free block's bytes before that; vLLM does not.
+    pub reads_freed: bool,
 }
 
 /// A connector's scheduler half.

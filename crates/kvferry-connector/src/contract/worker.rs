@@ -64,8 +64,9 @@ pub trait WorkerConnector: Send {
     fn register(&mut self, layout: &CacheLayout) -> Result<(), RegisterCacheError>;
 
     /// Before any connector of this rank begins the step: what still reads blocks that have a new
-    /// owner from this step on lets go of them. Nothing for a connector that reads blocks only while
-    /// they are held, or is the only one.
+    /// owner from this step on lets go of them. Afterwards the engine may write to these blocks, also
+    /// before the step begins. Nothing for a connector that reads blocks only while they are owned or
+    /// held.
     fn release_blocks(&mut self, plan: &StepPlan) {
         let _ = plan;
     }

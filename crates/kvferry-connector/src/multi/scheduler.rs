@@ -196,6 +196,7 @@ fn combine(children: &[Capabilities]) -> Result<Capabilities, ComposeError> {
         best_effort: children.iter().all(|child| child.best_effort),
         loaded_groups,
         layout: layout.map(|(_, layout)| layout.clone()),
+        reads_freed: children.iter().any(|child| child.reads_freed),
     })
 }
 

@@ -345,6 +345,7 @@ impl SchedulerConnector for RemoteScheduler {
             best_effort: false,
             loaded_groups: None,
             layout: None,
+            reads_freed: false,
         }
     }
 

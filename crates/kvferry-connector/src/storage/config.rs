@@ -102,6 +102,9 @@ pub struct StorageConfig {
     pub block_tokens: Vec<u32>,
     /// Ranks that hold a part of every block, at least 1.
     pub world: u32,
+    /// Whether the groups' blocks are out of one pool, as in vLLM, so that an id means the same memory
+    /// in every group; otherwise each group counts its own blocks. Engines may differ in it.
+    pub one_pool: bool,
 }
 
 impl StorageConfig {
@@ -248,6 +251,7 @@ mod tests {
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![16, 24],
             world: 1,
+            one_pool: true,
         }
     }
 

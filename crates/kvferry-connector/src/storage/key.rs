@@ -139,6 +139,7 @@ mod tests {
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![4],
             world: 1,
+            one_pool: true,
         }
     }
 

@@ -200,6 +200,7 @@ mod tests {
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![4],
             world: 1,
+            one_pool: true,
         };
         let lookups = Lookups::start(Files::new(&config), 4, timeout).unwrap();
         let mut chain = Chain::new([1; 32].into(), 0, 4);

@@ -19,6 +19,7 @@ mod layout;
 mod log;
 mod lookup;
 mod plan;
+mod request;
 mod saves;
 mod scheduler;
 mod stats;

@@ -1,7 +1,7 @@
 //! The saves that are under way, by number, block, content and request.
 //!
 //! Responsible for: no content saved twice at a time, how many saves a request still has, and which
-//! saves are void because their block has a new owner. Counts ends over ranks.
+//! saves are void, or must not begin, because their block has a new owner. Counts ends over ranks.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,6 +9,14 @@ use kvferry_wire::RequestId;
 
 use super::BlockKey;
 use super::plan::{KeyedBlock, Save};
+
+/// A block of a request's table.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Listed {
+    pub(super) block: u32,
+    /// When the request got it. It may lose it without a word, to a window that moves on.
+    since: u64,
+}
 
 #[derive(Debug)]
 struct UnderWay {
@@ -23,9 +31,15 @@ struct UnderWay {
 pub(super) struct Saves {
     world: u32,
     limit: usize,
+    /// An id means the same memory in every group.
+    one_pool: bool,
     next: u64,
     under_way: HashMap<u64, UnderWay>,
     by_block: HashMap<(u32, u32), u64>,
+    /// Counts up whenever blocks are given to somebody.
+    clock: u64,
+    /// When each block was last given to somebody who writes it.
+    given: HashMap<(u32, u32), u64>,
     contents: HashSet<BlockKey>,
     owned: HashMap<RequestId, usize>,
     pub(super) planned: u64,
@@ -34,13 +48,16 @@ pub(super) struct Saves {
 }
 
 impl Saves {
-    pub(super) fn new(world: u32, limit: usize) -> Self {
+    pub(super) fn new(world: u32, limit: usize, one_pool: bool) -> Self {
         Self {
             world,
             limit,
+            one_pool,
             next: 0,
             under_way: HashMap::new(),
             by_block: HashMap::new(),
+            clock: 0,
+            given: HashMap::new(),
             contents: HashSet::new(),
             owned: HashMap::new(),
             planned: 0,
@@ -58,9 +75,29 @@ impl Saves {
         self.owned.get(request).copied().unwrap_or(0)
     }
 
+    /// What a block's memory is known by.
+    const fn place(&self, group: u32, block: u32) -> (u32, u32) {
+        (if self.one_pool { 0 } else { group }, block)
+    }
+
+    /// A block of somebody who has it now.
+    pub(super) const fn listed(&self, block: u32) -> Listed {
+        Listed {
+            block,
+            since: self.clock,
+        }
+    }
+
+    /// Whether nobody was given the block after whoever has it in this list.
+    pub(super) fn is_still(&self, group: u32, listed: Listed) -> bool {
+        self.given
+            .get(&self.place(group, listed.block))
+            .is_none_or(|&given| given <= listed.since)
+    }
+
     /// A save of a block, unless its content or the block is being saved already, or too many wait.
     pub(super) fn plan(&mut self, request: &RequestId, block: KeyedBlock) -> Option<Save> {
-        let place = (block.group, block.block);
+        let place = self.place(block.group, block.block);
         if self.contents.contains(&block.key) || self.by_block.contains_key(&place) {
             return None;
         }
@@ -90,11 +127,11 @@ impl Saves {
     /// These blocks were given to somebody, maybe to the same request, who writes them from now on:
     /// saves that read them are void, and are added to `revoke`.
     pub(super) fn given_anew(&mut self, group: u32, blocks: &[u32], revoke: &mut Vec<u64>) {
-        if self.by_block.is_empty() {
-            return;
-        }
+        self.clock += 1;
         for &block in blocks {
-            let Some(&number) = self.by_block.get(&(group, block)) else {
+            let place = self.place(group, block);
+            self.given.insert(place, self.clock);
+            let Some(&number) = self.by_block.get(&place) else {
                 continue;
             };
             self.revoked += 1;
@@ -129,10 +166,15 @@ impl Saves {
 
     /// Block, content and request are free of it.
     fn let_go(&mut self, number: u64) {
+        let Some(KeyedBlock { group, block, .. }) =
+            self.under_way.get(&number).map(|save| save.block)
+        else {
+            return;
+        };
+        let place = self.place(group, block);
         let Some(save) = self.under_way.get_mut(&number) else {
             return;
         };
-        let place = (save.block.group, save.block.block);
         if self.by_block.get(&place) == Some(&number) {
             self.by_block.remove(&place);
             self.contents.remove(&save.block.key);

@@ -5,19 +5,19 @@
 //! thread of their own ([`super::lookup`]).
 //!
 //! Invariants: per request, one load until it is preempted, and none after one that failed; each
-//! block is saved at most once; a block with a new owner is never read for a save.
+//! block is saved at most once; a block with a new owner is never read for what it was before.
 
 use std::collections::{HashMap, HashSet};
 use std::mem::take;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use kvferry_wire::RequestId;
 
 use super::file::Files;
 use super::key::{Chain, namespace};
-use super::lookup::{Known, Lookup, Lookups};
-use super::plan::{KeyedBlock, Load, Plan, Save};
+use super::lookup::{Known, Lookups};
+use super::plan::{KeyedBlock, Load, Plan};
+use super::request::{Request, State};
 use super::saves::Saves;
 use super::worker::OpenStorageError;
 use super::{BlockKey, StorageConfig, StorageSchedulerStats};
@@ -29,34 +29,6 @@ use crate::contract::{
 
 /// A load at most saves this many tokens where it is not worth the while.
 const TOO_FEW: u32 = 1;
-
-/// Where a request's load stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// What is on disk is offered.
-    Open,
-    /// It was scheduled without a load.
-    Declined,
-    /// A load is under way; the request was preempted meanwhile, or not.
-    Loading { preempted: bool },
-    /// It ended well.
-    Loaded,
-    /// It did not. Final.
-    Failed,
-}
-
-#[derive(Debug)]
-struct Request {
-    chains: Vec<Chain>,
-    lookup: Arc<Lookup>,
-    state: State,
-    /// Per group, its blocks in the order of positions.
-    blocks: Vec<Vec<u32>>,
-    /// Per group, the position up to which blocks were saved or passed over.
-    next: Vec<usize>,
-    /// Blocks (group, position) that do not hold what they should until they are computed.
-    tainted: HashSet<(u32, usize)>,
-}
 
 /// A load that has not been reported.
 #[derive(Debug)]
@@ -98,7 +70,11 @@ impl StorageScheduler {
             lookups,
             requests: HashMap::new(),
             loading: HashMap::new(),
-            saves: Saves::new(config.world, config.settings.max_pending_saves),
+            saves: Saves::new(
+                config.world,
+                config.settings.max_pending_saves,
+                config.one_pool,
+            ),
             held: HashSet::new(),
             plan: Plan::default(),
             ending: false,
@@ -217,88 +193,43 @@ impl StorageScheduler {
         }
     }
 
-    fn scheduled(&mut self, scheduled: &Scheduled<'_>) {
-        let view = &scheduled.request;
-        let Some(request) = self.requests.get_mut(view.id) else {
+    /// Takes note of the blocks that a request in the step was given.
+    fn given(&mut self, scheduled: &Scheduled<'_>) {
+        let mut request = self.requests.get_mut(scheduled.request.id);
+        if request.is_none() {
             self.stats.unknown += 1;
-            return;
-        };
+        }
         let from = if scheduled.renewed {
             scheduled.computed
         } else {
             0
         };
-        let groups = request.blocks.iter_mut().zip(scheduled.new_blocks.0);
-        for ((blocks, new), (&tokens, group)) in
-            groups.zip(self.config.block_tokens.iter().zip(0..))
-        {
+        let groups = self.config.block_tokens.iter().zip(0..).zip(0..);
+        for (new, ((&tokens, group), index)) in scheduled.new_blocks.0.iter().zip(groups) {
             // What is before `from` it shares; what is after is written from now on.
             let own = new.get((from / tokens) as usize..).unwrap_or_default();
             self.saves.given_anew(group, own, &mut self.plan.revoke);
-            if scheduled.renewed {
-                blocks.clear();
+            let request = request.as_deref_mut();
+            if let Some(blocks) = request.and_then(|request| request.blocks.get_mut(index)) {
+                if scheduled.renewed {
+                    blocks.clear();
+                }
+                blocks.extend(new.iter().map(|&block| self.saves.listed(block)));
             }
-            blocks.extend_from_slice(new);
         }
+    }
+
+    /// Plans the saves of a request in the step, when all blocks of the step are given.
+    fn scheduled(&mut self, scheduled: &Scheduled<'_>) {
+        let view = &scheduled.request;
+        let Some(request) = self.requests.get_mut(view.id) else {
+            return;
+        };
         let end = scheduled.computed.saturating_add(scheduled.tokens);
         request.clean(&self.config.block_tokens, scheduled.computed, end);
         if !self.ending {
             let full = (end as usize).min(view.tokens.len());
             request.save(view, full, self.unit, &mut self.saves, &mut self.plan.save);
-        }
-    }
-}
-
-impl Request {
-    /// Tokens of the prompt that were looked up: enough to look them up again.
-    fn prompt(&self, unit: u32) -> u32 {
-        self.lookup.units() as u32 * unit
-    }
-
-    /// Blocks whose computation begins in a step from `computed` to `end` are as good as new.
-    fn clean(&mut self, block_tokens: &[u32], computed: u32, end: u32) {
-        self.tainted.retain(|&(group, position)| {
-            let tokens = block_tokens
-                .get(group as usize)
-                .map_or(1, |&tokens| tokens as usize);
-            let start = position * tokens;
-            start < computed as usize || start >= end as usize
-        });
-    }
-
-    /// Plans the saves of blocks that the first `full` tokens fill.
-    fn save(
-        &mut self,
-        view: &RequestView<'_>,
-        full: usize,
-        unit: u32,
-        saves: &mut Saves,
-        planned: &mut Vec<Save>,
-    ) {
-        for ((chain, blocks), (next, group)) in self
-            .chains
-            .iter_mut()
-            .zip(&self.blocks)
-            .zip(self.next.iter_mut().zip(0..))
-        {
-            let tokens = chain.block_tokens();
-            if full / tokens <= *next {
-                continue;
-            }
-            chain.extend(&view.tokens[..full], view.extra_key);
-            let upto = (full / tokens).min(blocks.len()).min(chain.keys().len());
-            while *next < upto {
-                let (position, block, key) = (*next, blocks[*next], chain.keys()[*next]);
-                *next += 1;
-                // After a failed load, what the lookup found says nothing any more.
-                let stored = self.state != State::Failed
-                    && self.lookup.has(position * tokens / unit as usize);
-                if block == NULL_BLOCK || stored || self.tainted.contains(&(group, position)) {
-                    continue;
-                }
-                let block = KeyedBlock { key, group, block };
-                planned.extend(saves.plan(view.id, block));
-            }
         }
     }
 }
@@ -310,6 +241,7 @@ impl SchedulerConnector for StorageScheduler {
             best_effort: true,
             loaded_groups: None,
             layout: None,
+            reads_freed: true,
         }
     }
 
@@ -389,6 +321,10 @@ impl SchedulerConnector for StorageScheduler {
     }
 
     fn build_step(&mut self, step: &StepView<'_>) -> StepPlan {
+        // A block that a window left may be anybody's in this very step, also of one further back in it.
+        for scheduled in step.scheduled {
+            self.given(scheduled);
+        }
         for scheduled in step.scheduled {
             self.scheduled(scheduled);
         }
@@ -493,6 +429,7 @@ mod tests {
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![4],
             world: 1,
+            one_pool: true,
         };
         let mut scheduler = StorageScheduler::new(config).unwrap();
         let ids = [RequestId::new("a").unwrap(), RequestId::new("b").unwrap()];

@@ -41,6 +41,7 @@ impl Bench {
             layout: "layout".into(),
             block_tokens: vec![TOKENS],
             world: 1,
+            one_pool: true,
         };
         let remote_worker = consumer.workers.remove(0);
         let mut storage_worker = StorageWorker::open(storage.clone(), 0).unwrap();

@@ -112,6 +112,7 @@ mod tests {
                 best_effort: false,
                 loaded_groups: None,
                 layout: None,
+                reads_freed: false,
             }
         }
         fn on_new_request(&mut self, _: &RequestView<'_>) {}

@@ -5,6 +5,7 @@
 mod assertions;
 mod cluster;
 mod direct;
+mod freed;
 mod loads;
 mod properties;
 mod puppet;

@@ -30,6 +30,11 @@ pub(crate) struct State {
     pub(crate) calls: Vec<String>,
     /// The last allocation's blocks, of any request.
     pub(crate) allocated: Tables,
+    /// Whether it may read blocks that are free.
+    pub(crate) reads_freed: bool,
+    /// A block (group, id), and what was in it at the beginning of each hook of rank 0.
+    pub(crate) watched: Option<(u32, u32)>,
+    pub(crate) seen: Vec<(&'static str, Vec<u8>)>,
 }
 
 /// A test's end of both halves.
@@ -45,6 +50,7 @@ impl SchedulerConnector for Puppet {
             best_effort: false,
             loaded_groups: None,
             layout: None,
+            reads_freed: self.0.lock().unwrap().reads_freed,
         }
     }
 
@@ -127,7 +133,13 @@ impl WorkerConnector for Worker {
         Ok(())
     }
 
-    fn begin_step(&mut self, _: StepPlan) {}
+    fn release_blocks(&mut self, _: &StepPlan) {
+        self.0.look("release_blocks");
+    }
+
+    fn begin_step(&mut self, _: StepPlan) {
+        self.0.look("begin_step");
+    }
 
     fn end_step(&mut self) {}
 
@@ -145,7 +157,12 @@ impl Puppet {
 
     /// An engine around a new puppet.
     pub(crate) fn engine(config: EngineConfig, model: &Model) -> (Self, SimEngine) {
-        let puppet = Self::default();
+        Self::default().engine_around(config, model)
+    }
+
+    /// An engine around this puppet.
+    pub(crate) fn engine_around(self, config: EngineConfig, model: &Model) -> (Self, SimEngine) {
+        let puppet = self;
         let ranks = config.ranks as usize;
         puppet
             .0
@@ -229,6 +246,28 @@ impl Puppet {
                 }
             }
         }
+    }
+
+    fn look(&self, hook: &'static str) {
+        let watched = self.0.lock().unwrap().watched;
+        if let Some((group, block)) = watched {
+            let bytes = self.bytes(group, block);
+            self.0.lock().unwrap().seen.push((hook, bytes));
+        }
+    }
+
+    /// What is in a block of rank 0.
+    pub(crate) fn bytes(&self, group: u32, block: u32) -> Vec<u8> {
+        let state = self.0.lock().unwrap();
+        let layers = state.layouts[0].layers.iter();
+        let mut all = Vec::new();
+        for layer in layers.filter(|layer| layer.group == group) {
+            let mut bytes = vec![0; layer.block_bytes as usize];
+            let at = layer.offset + u64::from(block) * layer.block_stride;
+            layer.memory.read_at(at, &mut bytes).unwrap();
+            all.extend(bytes);
+        }
+        all
     }
 
     /// The calls since the last look.

@@ -232,6 +232,7 @@ fn what_children_are_is_combined_and_conflicts_are_named() {
             best_effort,
             loaded_groups: groups.map(<[u32]>::to_vec),
             layout: layout.map(str::to_owned),
+            reads_freed: best_effort,
         };
         Box::new(child) as Box<dyn SchedulerConnector>
     };
@@ -242,6 +243,7 @@ fn what_children_are_is_combined_and_conflicts_are_named() {
         best_effort: false,
         loaded_groups: Some(vec![0, 1, 2]),
         layout: Some("LBHNC".to_owned()),
+        reads_freed: true,
     };
     assert_eq!(all.unwrap().capabilities(), expected);
     let all = MultiScheduler::new(vec![remote(), with(false, true, None, Some("LBHNC"))], 1);

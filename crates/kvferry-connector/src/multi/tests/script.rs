@@ -41,6 +41,7 @@ impl Scripted {
                 best_effort: true,
                 loaded_groups: None,
                 layout: None,
+                reads_freed: false,
             },
             answer,
             finish: Finished::Free,

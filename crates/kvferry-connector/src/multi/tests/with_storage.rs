@@ -18,6 +18,7 @@ fn machine(path: &std::path::Path, first: &Scripted) -> (Machine, Hand, MemoryRe
         layout: "LBHNC float32".to_owned(),
         block_tokens: vec![4],
         world: 1,
+        one_pool: true,
     };
     let memory = HostPool::new(16 * 64).unwrap().region().unwrap();
     let hand = Hand::default();

@@ -40,6 +40,7 @@ pub(super) fn config(path: &Path) -> StorageConfig {
         layout: "LBHNC float32".to_owned(),
         block_tokens: vec![BLOCK],
         world: 1,
+        one_pool: false,
     }
 }
 

@@ -174,3 +174,137 @@ fn too_many_saves_are_not_planned_and_those_that_wait_too_long_are_given_up() {
         "a save read a block that was given back"
     );
 }
+
+#[test]
+fn c7_c43_in_one_pool_a_block_of_another_group_is_the_same_memory() {
+    for one_pool in [false, true] {
+        let directory = tempfile::tempdir().unwrap();
+        let mut config = config(directory.path());
+        config.settings.io_threads = 1;
+        config.block_tokens = vec![BLOCK, BLOCK];
+        config.one_pool = one_pool;
+        let mut machine = Machine::new(&config);
+        let usage = std::fs::File::open(directory.path().join(".kvferry-usage")).unwrap();
+        usage.lock().unwrap();
+        let (a, b) = (job("a", &TOKENS[..4]), job("b", &OTHERS[..4]));
+        machine.scheduler.on_new_request(&a.view());
+        machine.scheduler.on_new_request(&b.view());
+        let blocks = [vec![NULL_BLOCK], vec![5]];
+        let step = |job, blocks, tokens| Scheduled {
+            tokens,
+            ..scheduled(job, blocks, 0)
+        };
+        machine.step(&[step(&a, &blocks, 4)]);
+        assert_eq!(machine.plans.last().unwrap().save.len(), 1);
+        // Group 1 gives its block up, and group 0 of somebody else gets that id.
+        let blocks = [vec![5], vec![NULL_BLOCK]];
+        machine.plan(&[step(&b, &blocks, 3)]);
+        let revoked = machine.plans.last().unwrap().revoke.len();
+        assert_eq!(revoked, usize::from(one_pool));
+        drop(usage);
+    }
+}
+
+/// The step in which the block's last token becomes known comes after the one that computed it (async
+/// scheduling), and by then a window has moved on from the block.
+fn saved_late(given: impl FnOnce(&mut Machine, &Job<'_>)) {
+    let directory = tempfile::tempdir().unwrap();
+    let mut machine = Machine::new(&config(directory.path()));
+    let early = Job {
+        prompt: 3,
+        ..job("a", &[1, 2, 3])
+    };
+    machine.scheduler.on_new_request(&early.view());
+    machine.alloc(&early, &[7], 0, 0);
+    machine.fill(7, 10);
+    machine.compute(&early, &[7], 0, 4);
+    let late = Job {
+        tokens: &[1, 2, 3, 4],
+        ..early
+    };
+    given(&mut machine, &late);
+    // What the step writes.
+    machine.fill(7, 20);
+    machine.end();
+    machine.report();
+    machine.settle();
+    let reader = job("reader", &[1, 2, 3, 4, 5, 6]);
+    assert_eq!(machine.offer(&reader, 0), 0, "{:?}", machine.plans);
+    assert_eq!(machine.worker().blocks_saved, 0);
+}
+
+#[test]
+fn c7_a_block_that_left_the_window_and_is_the_requests_again_is_not_saved_as_what_it_was() {
+    saved_late(|machine, job| {
+        let again = [vec![7]];
+        let plan = machine.plan(&[continued(job, &again, 4)]);
+        machine.begin(&plan);
+    });
+}
+
+#[test]
+fn c7_a_block_that_left_the_window_and_is_somebody_elses_is_not_saved() {
+    let blocks = [vec![7]];
+    let nothing = [vec![]];
+    let other = Job {
+        prompt: 2,
+        ..job("b", &[8, 9])
+    };
+    for first in [true, false] {
+        saved_late(|machine, job| {
+            machine.scheduler.on_new_request(&other.view());
+            machine.alloc(&other, &blocks[0], 0, 0);
+            let given = scheduled(&other, &blocks, 0);
+            let mut step = vec![continued(job, &nothing, 4), given];
+            if first {
+                step.reverse();
+            }
+            let plan = machine.plan(&step);
+            machine.begin(&plan);
+        });
+        // One that runs already, and grows: the scheduler half hears of it with the step only.
+        saved_late(|machine, job| {
+            machine.scheduler.on_new_request(&other.view());
+            let mut step = vec![continued(job, &nothing, 4), continued(&other, &blocks, 0)];
+            if first {
+                step.reverse();
+            }
+            let plan = machine.plan(&step);
+            machine.begin(&plan);
+        });
+    }
+}
+
+#[test]
+fn a_block_that_left_the_window_and_is_nobodys_is_saved() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut machine = Machine::new(&config(directory.path()));
+    let tokens = [1, 2, 3, 4, 5];
+    let early = Job {
+        prompt: 3,
+        ..job("a", &tokens[..3])
+    };
+    machine.scheduler.on_new_request(&early.view());
+    machine.alloc(&early, &[7], 0, 0);
+    machine.fill(7, 10);
+    machine.compute(&early, &[7], 0, 4);
+    let late = Job {
+        tokens: &tokens,
+        ..early
+    };
+    machine.step(&[continued(&late, &[vec![8]], 4)]);
+    machine.settle();
+    assert_eq!(machine.worker().blocks_saved, 1);
+    let reader = job("reader", &[1, 2, 3, 4, 5, 6]);
+    assert_eq!(machine.load(&reader, &[20]).failure, None);
+    assert_eq!(machine.value(20), Some(10));
+}
+
+/// A step of one token of a request that runs already, with these blocks more.
+fn continued<'a>(job: &'a Job<'_>, blocks: &'a [Vec<u32>], computed: u32) -> Scheduled<'a> {
+    Scheduled {
+        renewed: false,
+        tokens: 1,
+        ..scheduled(job, blocks, computed)
+    }
+}

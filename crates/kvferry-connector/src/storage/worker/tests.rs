@@ -22,6 +22,7 @@ fn stuck(
         layout: "LBHNC float32".to_owned(),
         block_tokens: vec![4],
         world: 1,
+        one_pool: true,
     };
     let mut worker = StorageWorker::open(config, 0).unwrap();
     let layers = vec![CacheLayer {

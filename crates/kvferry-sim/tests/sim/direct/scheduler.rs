@@ -65,6 +65,7 @@ impl SchedulerConnector for Scheduler {
             best_effort: false,
             loaded_groups: None,
             layout: None,
+            reads_freed: false,
         }
     }
 
