@@ -307,12 +307,12 @@ fn an_offer_may_be_taken_as_nothing_or_as_less() {
 
 #[test]
 fn a_sync_load_is_computed_upon_in_the_same_step() {
-    /// Brings the bytes inside of `after_alloc`'s own step, as a worker would in `begin_step`.
+    /// Brings the bytes inside of `after_alloc`'s own step, in `begin_step`.
     fn run(model: &Model) {
         let (puppet, mut engine) = Puppet::engine(EngineConfig::default(), model);
-        // The puppet's worker cannot load, so the bytes are there before: blocks are handed out in order.
-        puppet.0.lock().unwrap().allocated = vec![vec![1, 2, 3]];
-        puppet.bring(model, &tokens(10), 0..9);
+        let of = model.clone();
+        let bring = move |puppet: &Puppet| puppet.bring(&of, &tokens(10), 0..9);
+        puppet.0.lock().unwrap().at_begin = Some(Box::new(bring));
         puppet.offer(|request, computed| Matched::load_sync(request.prompt, computed, 10));
         engine.add(request("a", 10, 2)).unwrap();
         engine.step().unwrap();

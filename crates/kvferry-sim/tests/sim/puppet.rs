@@ -13,6 +13,7 @@ use kvferry_sim::{
 };
 use kvferry_wire::RequestId;
 
+type AtBegin = Box<dyn FnOnce(&Puppet) + Send>;
 type Lookup = Box<dyn Fn(&RequestView<'_>, u32) -> Matched + Send>;
 
 /// What a test says and sees.
@@ -32,6 +33,8 @@ pub(crate) struct State {
     pub(crate) allocated: Tables,
     /// Whether it may read blocks that are free.
     pub(crate) reads_freed: bool,
+    /// What a worker does when its next step begins.
+    pub(crate) at_begin: Option<AtBegin>,
     /// A block (group, id), and what was in it at the beginning of each hook of rank 0.
     pub(crate) watched: Option<(u32, u32)>,
     pub(crate) seen: Vec<(&'static str, Vec<u8>)>,
@@ -139,6 +142,10 @@ impl WorkerConnector for Worker {
 
     fn begin_step(&mut self, _: StepPlan) {
         self.0.look("begin_step");
+        let at_begin = self.0.0.lock().unwrap().at_begin.take();
+        if let Some(at_begin) = at_begin {
+            at_begin(&self.0);
+        }
     }
 
     fn end_step(&mut self) {}
