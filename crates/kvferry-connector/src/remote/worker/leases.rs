@@ -147,10 +147,7 @@ impl Loader {
             *reading = false;
             let failure = match answer {
                 Answer::Verdict(Verdict::Valid) => None,
-                Answer::Verdict(verdict) => {
-                    tracing::warn!(%request, ?verdict, "a load is not valid: its lease had ended");
-                    Some(LoadFailure::Lease)
-                }
+                Answer::Verdict(_) => Some(LoadFailure::Lease),
                 Answer::Nothing => Some(LoadFailure::Unconfirmed),
             };
             let failed = match failure {
@@ -161,6 +158,9 @@ impl Loader {
                 self.counters.confirmed(quiet_at.elapsed());
             }
             self.report(request.clone(), failure, failed);
+            if failure.is_some() {
+                self.warn(request, &format!("its lease is not confirmed: {answer:?}"));
+            }
         }
         if self.requests.get(request).is_some_and(Borrowed::is_over) {
             self.forget(request);
@@ -191,7 +191,7 @@ impl Loader {
                 if let Some((request, rank)) = self.tickets.remove(&ticket)
                     && let Some(borrowed) = self.requests.get_mut(&request)
                 {
-                    tracing::info!(%request, %why, "a held lease is gone");
+                    tracing::debug!(%request, %why, "a held lease is gone");
                     if let Some(part) = borrowed.parts.get_mut(rank) {
                         part.hold = None;
                     }

@@ -15,10 +15,14 @@ use thiserror::Error;
 use super::loader::Event;
 use crate::contract::LoadFailure;
 use crate::directory::{DirectoryError, fetch};
+use crate::limit::LogLimit;
 use crate::remote::{Source, rank_of};
 
 /// Attempts that run at the same time; more wait.
 const MAX_ATTEMPTS: usize = 64;
+
+/// A line of one kind is written at most this often (C119).
+pub(super) const LOG_PERIOD: Duration = Duration::from_secs(10);
 
 /// How long a failed attempt is not repeated.
 const PAUSE: Duration = Duration::from_millis(250);
@@ -106,6 +110,7 @@ pub(crate) struct Links {
     events: Sender<Event>,
     states: HashMap<RankOf, State>,
     attempts: usize,
+    log: LogLimit,
 }
 
 impl Links {
@@ -124,6 +129,7 @@ impl Links {
             events,
             states: HashMap::new(),
             attempts: 0,
+            log: LogLimit::new(LOG_PERIOD),
         }
     }
 
@@ -190,7 +196,10 @@ impl Links {
         let state = match result {
             Ok(link) => State::Ready(link),
             Err(error) => {
-                tracing::warn!(engine = rank.0.engine, rank = rank.1, %error, "producer not connected");
+                if let Some(held_back) = self.log.admit(now) {
+                    let (engine, rank) = (&rank.0.engine, rank.1);
+                    tracing::warn!(engine, rank, %error, held_back, "producer not connected");
+                }
                 State::Failed { error, at: now }
             }
         };

@@ -17,11 +17,12 @@ use crossbeam::channel::{Receiver, RecvTimeoutError, Sender};
 use kvferry_engine::{BlockPair, Engine, PeerId, ReadError, Transfer};
 use kvferry_wire::RequestId;
 
-use super::links::{Known, Link, LinkError, Links, RankOf};
+use super::links::{Known, LOG_PERIOD, Link, LinkError, Links, RankOf};
 use super::request::{Borrowed, Phase, Reading, failure_of};
 use super::stats::LoaderCounters;
 use crate::contract::{LoadFailure, Received};
 use crate::lease::{BorrowControl, BorrowEvent, Ticket};
+use crate::limit::LogLimit;
 use crate::remote::{Load, Plan, RemoteConfig};
 
 /// How often links that held leases lack are asked for again.
@@ -74,6 +75,7 @@ pub(super) struct Loader {
     /// When to end at the latest.
     pub(super) stopping: Option<Instant>,
     pub(super) counters: Arc<LoaderCounters>,
+    log: LogLimit,
 }
 
 /// Wakes the loader for a transfer.
@@ -117,6 +119,14 @@ impl Loader {
             next_number: 0,
             stopping: None,
             counters,
+            log: LogLimit::new(LOG_PERIOD),
+        }
+    }
+
+    /// Says why a load will fail, not too often (C119).
+    pub(super) fn warn(&mut self, request: &RequestId, reason: &str) {
+        if let Some(held_back) = self.log.admit(Instant::now()) {
+            tracing::warn!(%request, reason, held_back, "a load fails");
         }
     }
 
@@ -242,24 +252,25 @@ impl Loader {
         let Phase::Waiting { until } = borrowed.phase else {
             return true;
         };
+        let (theirs, ours) = (borrowed.lease.source.ranks, self.config.ranks);
         let early = if borrowed.aborted {
             Some(LoadFailure::Aborted)
         } else if borrowed.lost {
             Some(LoadFailure::Lease)
         } else if borrowed.blocks.is_empty() {
             Some(LoadFailure::Local)
-        } else if borrowed.lease.source.ranks != self.config.ranks {
-            tracing::warn!(
-                %request,
-                theirs = borrowed.lease.source.ranks,
-                ours = self.config.ranks,
-                "the producer has another number of ranks: not supported"
-            );
+        } else if theirs != ours {
             Some(LoadFailure::Rejected)
         } else {
             None
         };
         if let Some(failure) = early {
+            if failure == LoadFailure::Rejected {
+                self.warn(
+                    request,
+                    &format!("the producer has {theirs} ranks and we have {ours}: not supported"),
+                );
+            }
             self.fail(request, failure);
             return true;
         }
@@ -295,6 +306,7 @@ impl Loader {
             return;
         };
         let mut reading = Reading::default();
+        let mut refused = None;
         for group in &borrowed.blocks {
             let pairs: Vec<BlockPair> = group
                 .local
@@ -316,7 +328,7 @@ impl Loader {
             match started {
                 Ok(transfer) => reading.transfers.push(Some(transfer)),
                 Err((failure, error)) => {
-                    tracing::warn!(%request, error, "a load was refused");
+                    refused = Some(error);
                     reading.failure = Some(failure);
                     break;
                 }
@@ -332,6 +344,9 @@ impl Loader {
         borrowed.phase = Phase::Reading(reading);
         self.reading += 1;
         self.counters.started();
+        if let Some(error) = refused {
+            self.warn(request, &format!("its read was refused: {error}"));
+        }
         self.advance(request);
     }
 
