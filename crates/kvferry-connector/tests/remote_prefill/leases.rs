@@ -1,5 +1,6 @@
 //! Leases that end too early, and producers that go away.
 
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvferry_connector::contract::{LoadFailure, SchedulerConnector, WorkerConnector};
@@ -183,4 +184,49 @@ fn c99_a_shutdown_revokes_what_nobody_releases() {
     let request = Request::new("d", 32, Some(params));
     assert_eq!(consumer.admit(&request, &[8, 9], 0), 32);
     assert_eq!(consumer.received(&request).failure, Some(LoadFailure::Peer));
+}
+
+/// Where the log goes in one test.
+#[derive(Clone, Default)]
+struct Kept(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Kept {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// C119: many loads fail for the same reason: every one is counted and reported, and the log says so once.
+#[test]
+fn c119_a_storm_of_failures_is_one_line() {
+    const COUNT: u32 = 30;
+    let kept = Kept::default();
+    let writer = kept.clone();
+    tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone())
+        .init();
+    let (mut producer, mut consumer) = pair(&Fabric::loopback());
+    let params = producer.prefill(&Request::export("p", 32), &[2, 3], 1);
+    producer.step(&[]);
+    let mut foreign = params;
+    foreign["remote_block_ids"] = json!([[4, 5000]]);
+    for number in 0..COUNT {
+        let request = Request::new(&format!("r{number}"), 32, Some(foreign.clone()));
+        assert_eq!(consumer.admit(&request, &[8, 9], 0), 32);
+        assert!(consumer.received(&request).failure.is_some());
+    }
+    assert_eq!(consumer.scheduler.stats().failed.total(), u64::from(COUNT));
+    let log = String::from_utf8(kept.0.lock().unwrap().clone()).unwrap();
+    let lines: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("kvferry_connector::remote"))
+        .collect();
+    assert_eq!(lines.len(), 1, "{lines:#?}");
+    assert!(lines[0].contains("a load fails"), "{}", lines[0]);
 }
