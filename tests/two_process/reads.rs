@@ -3,8 +3,10 @@
 use std::time::Duration;
 
 use kvferry_tests::harness::{Case, Child, Environment};
-use kvferry_tests::roles::{Counted, Layout, Read, ReadResult, Started};
+use kvferry_tests::roles::{Counted, Layout, Read, ReadResult, Settings, Started};
 use serde_json::Value;
+
+use super::support::{consumer, publish, publisher};
 
 /// `UCX_TLS` unset and tcp alone.
 pub(crate) const TRANSPORTS: [(&str, Option<&str>); 2] = [("default", None), ("tcp", Some("tcp"))];
@@ -161,8 +163,35 @@ fn a_killed_producer_fails_the_read(lane: &'static str) {
     consumer.finish_well();
 }
 
+/// C125: what is said at the handshake grows with regions and tables, not with blocks: the producer's description
+/// as it is published and read over, and the consumer's own, which goes out in its greeting.
+fn c125_the_handshake_does_not_grow_with_blocks() {
+    const SMALL: u64 = 64;
+    let mut said = Vec::new();
+    for blocks in [1_000, 60_000] {
+        let (mut child, published) = publish(&publisher("producer", blocks, SMALL), &[]);
+        let consumer = consumer(Settings::default(), blocks, SMALL);
+        let description = published.description.unpack();
+        assert_eq!(description.tables.len(), 2);
+        let theirs = description.encode().unwrap().len();
+        let ours = consumer.engine.describe().unwrap().encode().unwrap().len();
+        let peer = consumer.connect(description, "served");
+        consumer.reads(&peer, 0);
+        said.push([theirs, ours]);
+        child.finish_well();
+    }
+    for side in [0, 1] {
+        // A number of six digits may take two bytes more than one of four.
+        let grown = said[1][side].abs_diff(said[0][side]);
+        assert!(grown <= 32, "{said:?}");
+    }
+}
+
 pub(crate) fn cases() -> Vec<Case> {
-    let mut cases = Vec::new();
+    let mut cases = vec![Case::new(
+        "c125_the_handshake_does_not_grow_with_blocks",
+        c125_the_handshake_does_not_grow_with_blocks,
+    )];
     for lane in ["served", "native"] {
         for (name, transports) in TRANSPORTS {
             cases.push(Case::new(
