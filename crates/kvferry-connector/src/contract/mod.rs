@@ -26,6 +26,7 @@ mod aggregate;
 mod matched;
 mod plan;
 mod report;
+mod role;
 mod scheduler;
 mod worker;
 
@@ -33,6 +34,7 @@ pub use aggregate::{Aggregated, Aggregator};
 pub use matched::{Matched, Offer};
 pub use plan::StepPlan;
 pub use report::{FailedBlock, LoadFailure, Received, ReportPart, WorkerReport};
+pub use role::Role;
 pub use scheduler::{
     Allocation, Capabilities, Finish, Finished, FinishedRequest, GroupBlocks, Params, RequestView,
     Scheduled, SchedulerConnector, StepView,

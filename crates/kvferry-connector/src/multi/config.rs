@@ -6,7 +6,7 @@ use serde_json::Value;
 use thiserror::Error;
 
 use super::{ComposeError, MultiScheduler, MultiWorker};
-use crate::contract::{Params, SchedulerConnector, WorkerConnector};
+use crate::contract::{Params, Role, SchedulerConnector, WorkerConnector};
 
 /// Most children.
 const MAX_CHILDREN: usize = 16;
@@ -54,32 +54,6 @@ impl ConnectorKind {
 impl fmt::Display for ConnectorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name())
-    }
-}
-
-/// What an engine is for a child, as vLLM calls it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
-    /// It saves or sends, and loads nothing.
-    Producer,
-    /// It loads, and saves nothing.
-    Consumer,
-    /// Both.
-    Both,
-}
-
-impl Role {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Producer, Self::Consumer, Self::Both];
-
-    /// What it is called in `kv_role`.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Producer => "kv_producer",
-            Self::Consumer => "kv_consumer",
-            Self::Both => "kv_both",
-        }
     }
 }
 

@@ -15,8 +15,9 @@ mod scheduler;
 mod stats;
 mod worker;
 
+pub use crate::contract::Role;
 pub use config::{
-    BuildError, ChildConfig, ChildFactory, ConnectorKind, MultiConfig, MultiConfigError, Role,
+    BuildError, ChildConfig, ChildFactory, ConnectorKind, MultiConfig, MultiConfigError,
 };
 pub use plan::{Chosen, Holding, Plan};
 pub use scheduler::{ComposeError, MultiScheduler};

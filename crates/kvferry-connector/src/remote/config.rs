@@ -7,19 +7,9 @@ use kvferry_wire::params::{MAX_GROUPS, MAX_RANKS};
 use kvferry_wire::{EngineId, WireError};
 use thiserror::Error;
 
+use crate::contract::Role;
 use crate::directory::{BindError, PublishError};
 use crate::lease::{BorrowConfig, LeaseConfig, LeaseConfigError};
-
-/// Which side of transfers an engine is on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Role {
-    /// It holds blocks for others.
-    Producer,
-    /// It reads others' blocks.
-    Consumer,
-    /// Either, per request.
-    Both,
-}
 
 /// Settings of both halves; they must be equal in both.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -56,6 +56,22 @@ pub struct Plan {
     pub abort: Vec<RequestId>,
 }
 
+impl Plan {
+    /// Whether it asks for nothing. It says up to where epochs were issued all the same.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        let Self {
+            leases,
+            hold,
+            load,
+            release,
+            abort,
+        } = self;
+        let lists = hold.is_empty() && load.is_empty() && release.is_empty() && abort.is_empty();
+        lists && leases.is_empty()
+    }
+}
+
 /// What a rank tells the scheduler half.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {

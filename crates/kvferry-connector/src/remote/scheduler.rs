@@ -15,15 +15,15 @@ use std::time::{Duration, Instant};
 use kvferry_wire::params::{Asked, RemoteOffer};
 use kvferry_wire::{EngineId, Epoch, Instance, LeaseId, Rank, RequestId};
 
-use super::config::{RemoteConfig, RemoteError, Role};
+use super::config::{RemoteConfig, RemoteError};
 use super::stats::RemoteStats;
 use super::{GroupPairs, Load, Plan, RemoteLease, Report, Source};
 use crate::contract::{
     Aggregated, Allocation, Capabilities, Finish, Finished, FinishedRequest, Matched, NULL_BLOCK,
-    ReportPart, RequestView, SchedulerConnector, StepPlan, StepView,
+    ReportPart, RequestView, Role, SchedulerConnector, StepPlan, StepView,
 };
 use crate::directory::{DirectoryConfig, DirectoryServer};
-use crate::lease::{End, StepLeases};
+use crate::lease::End;
 use crate::limit::LogLimit;
 
 /// A request that reads.
@@ -506,28 +506,11 @@ impl SchedulerConnector for RemoteScheduler {
             .reading
             .values()
             .any(|reading| matches!(reading, Reading::Loading));
-        loading || !self.held.is_empty() || self.next != Plan::default()
+        loading || !self.held.is_empty() || !self.next.is_empty()
     }
 
     fn begin_shutdown(&mut self) {
         self.draining = true;
-    }
-}
-
-/// An empty plan still says up to where epochs were issued.
-impl Plan {
-    /// Whether it asks for nothing.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        let Self {
-            leases,
-            hold,
-            load,
-            release,
-            abort,
-        } = self;
-        let lists = hold.is_empty() && load.is_empty() && release.is_empty() && abort.is_empty();
-        lists && StepLeases::is_empty(leases)
     }
 }
 

@@ -23,7 +23,7 @@ use self::links::Links;
 use self::loader::{Done, Event, Loader};
 use self::stats::LoaderCounters;
 pub use self::stats::LoaderStats;
-use super::{Plan, RemoteConfig, RemoteError, Report, rank_of};
+use super::{RemoteConfig, RemoteError, Report, rank_of};
 use crate::contract::{
     CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerReport,
 };
@@ -347,7 +347,7 @@ impl WorkerConnector for RemoteWorker {
                 tracing::error!(%error, "a plan's leases are lost");
             }
         }
-        if plan != Plan::default() {
+        if !plan.is_empty() {
             // Without a loader nothing was registered, and nothing can be asked for.
             let _ = self.events.send(Event::Plan(plan));
         }
