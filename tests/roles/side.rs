@@ -324,7 +324,7 @@ impl Host {
                 json!({
                     "failure": failure(received.failure),
                     "after_ms": started.elapsed().as_millis() as u64,
-                    "confirm_us_max": stats.confirm_us_max,
+                    "confirm_us_max": stats.confirmation.max_us,
                 })
             }
             Order::Write { blocks, byte } => {

@@ -5,9 +5,11 @@
 
 use metrics::{Label, counter, gauge};
 
+use crate::distribution::{BOUNDS_US, Distribution};
+
 mod tables;
 
-pub use tables::{ENGINE, LEASES, LOADER, REMOTE};
+pub use tables::{ENGINE, LEASES, LOADER, LOADER_TIMES, REMOTE};
 
 /// What a metric is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,6 +61,39 @@ pub fn record<T>(table: &[Metric<T>], snapshot: &T, labels: &[(&'static str, &st
             // Exact up to 2^53.
             Kind::Gauge => gauge!(metric.name, labels).set(value as f64),
         }
+    }
+}
+
+/// A distribution of a snapshot.
+#[derive(Clone, Copy, Debug)]
+pub struct MetricTimes<T: 'static> {
+    /// Its name; the figures have `_bucket`, `_sum` and `_count` behind it.
+    pub name: &'static str,
+    /// What it says.
+    pub help: &'static str,
+    /// The times.
+    pub read: fn(&T) -> &Distribution,
+}
+
+/// Publishes a snapshot's distributions as Prometheus has histograms: counters of what took at most `le`
+/// microseconds, of the sum and of the number.
+pub fn record_times<T>(table: &[MetricTimes<T>], snapshot: &T, labels: &[(&'static str, &str)]) {
+    for metric in table {
+        let whose = |own: Option<String>| -> Vec<Label> {
+            let labels = labels
+                .iter()
+                .map(|&(key, value)| Label::new(key, value.to_owned()));
+            labels.chain(own.map(|le| Label::new("le", le))).collect()
+        };
+        let times = (metric.read)(snapshot);
+        let bounds = BOUNDS_US.iter().map(u64::to_string);
+        let mut so_far = 0;
+        for (count, le) in times.buckets.iter().zip(bounds.chain(["+Inf".to_owned()])) {
+            so_far += count;
+            counter!(format!("{}_bucket", metric.name), whose(Some(le))).absolute(so_far);
+        }
+        counter!(format!("{}_sum", metric.name), whose(None)).absolute(times.sum_us);
+        counter!(format!("{}_count", metric.name), whose(None)).absolute(so_far);
     }
 }
 

@@ -120,7 +120,7 @@ impl Pair {
     #[track_caller]
     fn assert_ends(&self, value: u64, how: End) {
         match self.control.events().recv_timeout(PATIENCE).unwrap() {
-            LeaseEvent::Ended(ended) => {
+            LeaseEvent::Ended(ended, _) => {
                 assert_eq!((ended.lease, ended.how), (self.lease(value), how));
             }
             other => panic!("{other:?} instead of the end of {value}"),

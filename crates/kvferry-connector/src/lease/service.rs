@@ -34,8 +34,8 @@ const HEARTBEAT: Duration = Duration::from_secs(1);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LeaseEvent {
     /// This rank's part of a lease has ended. Comes exactly once for every reserved lease, also if
-    /// a shutdown refused or revoked it.
-    Ended(Ended),
+    /// a shutdown refused or revoked it. With when that was known.
+    Ended(Ended, Instant),
     /// A plan was refused as a whole and has changed nothing; the scheduler half is at fault.
     PlanRefused(PlanError),
     /// The shutdown's wait is over and no lease is held any more.
@@ -293,11 +293,12 @@ impl LeaseService {
                         epoch,
                         request,
                     };
-                    self.tell(LeaseEvent::Ended(Ended {
+                    let ended = Ended {
                         lease,
                         how: End::Revoked,
                         readers: 0,
-                    }));
+                    };
+                    self.tell(LeaseEvent::Ended(ended, self.now));
                 }
             }
             Err(error) => {
@@ -397,7 +398,7 @@ impl LeaseService {
     fn report_ends(&mut self) {
         while let Some(ended) = self.table.pop_ended() {
             tracing::debug!(lease = %ended.lease, how = %ended.how, readers = ended.readers, "ended");
-            self.tell(LeaseEvent::Ended(ended));
+            self.tell(LeaseEvent::Ended(ended, self.now));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use kvferry_engine::CounterSnapshot;
 
-use super::{Kind, Metric};
+use super::{Kind, Metric, MetricTimes};
 use crate::lease::LeaseSnapshot;
 use crate::remote::{LoaderStats, RemoteStats};
 
@@ -245,6 +245,30 @@ pub const LOADER: &[Metric<LoaderStats>] = &[
         read: |it| it.started,
     },
     Metric {
+        name: "kvferry_read_blocks_total",
+        kind: Kind::Counter,
+        unit: "",
+        label: None,
+        help: "Blocks read, each over all layers of its group",
+        read: |it| it.blocks,
+    },
+    Metric {
+        name: "kvferry_read_operations_total",
+        kind: Kind::Counter,
+        unit: "",
+        label: None,
+        help: "Contiguous runs that bytes came in",
+        read: |it| it.operations,
+    },
+    Metric {
+        name: "kvferry_reading_microseconds_total",
+        kind: Kind::Counter,
+        unit: "microseconds",
+        label: None,
+        help: "Time with at least one load being read",
+        read: |it| it.reading_us,
+    },
+    Metric {
         name: "kvferry_read_bytes_total",
         kind: Kind::Counter,
         unit: "bytes",
@@ -268,29 +292,19 @@ pub const LOADER: &[Metric<LoaderStats>] = &[
         help: "Loads reported",
         read: |it| it.failed,
     },
-    Metric {
-        name: "kvferry_confirmations_total",
-        kind: Kind::Counter,
-        unit: "",
-        label: None,
-        help: "Answers to releases of successful reads",
-        read: |it| it.confirmed,
+];
+
+/// Times of [`LoaderStats`]; labels `engine, rank`.
+pub const LOADER_TIMES: &[MetricTimes<LoaderStats>] = &[
+    MetricTimes {
+        name: "kvferry_confirmation_microseconds",
+        help: "Time from the last byte of a successful read to the answer to its release",
+        read: |it| &it.confirmation,
     },
-    Metric {
-        name: "kvferry_confirmation_microseconds_total",
-        kind: Kind::Counter,
-        unit: "microseconds",
-        label: None,
-        help: "Time from last bytes to those answers, summed up",
-        read: |it| it.confirm_us,
-    },
-    Metric {
-        name: "kvferry_confirmation_microseconds_max",
-        kind: Kind::Gauge,
-        unit: "microseconds",
-        label: None,
-        help: "The longest of them",
-        read: |it| it.confirm_us_max,
+    MetricTimes {
+        name: "kvferry_freeing_microseconds",
+        help: "Time from the end of a lease to the report with which the blocks under it are freed",
+        read: |it| &it.freeing,
     },
 ];
 

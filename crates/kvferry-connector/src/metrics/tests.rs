@@ -116,6 +116,36 @@ fn c113_c115_every_figure_has_its_own_name() {
     );
 }
 
+#[test]
+fn times_are_published_as_cumulative_buckets() {
+    let mut stats = LoaderStats::default();
+    stats.freeing.buckets[1] = 2;
+    stats.freeing.buckets[16] = 1;
+    stats.freeing.sum_us = 40_000_000;
+    let seen = Seen::default();
+    let keeping = Keeping(Arc::clone(&seen));
+    metrics::with_local_recorder(&keeping, || {
+        record_times(LOADER_TIMES, &stats, &[("rank", "0")]);
+    });
+    let seen = seen.lock().unwrap();
+    let name = "kvferry_freeing_microseconds";
+    for (figure, value) in [
+        ("_bucket{rank=0,le=50}", 0.0),
+        ("_bucket{rank=0,le=100}", 2.0),
+        ("_bucket{rank=0,le=30000000}", 2.0),
+        ("_bucket{rank=0,le=+Inf}", 3.0),
+        ("_sum{rank=0}", 40_000_000.0),
+        ("_count{rank=0}", 3.0),
+    ] {
+        assert_eq!(
+            seen.get(&format!("{name}{figure}")),
+            Some(&value),
+            "{figure}"
+        );
+    }
+    assert_eq!(seen.len(), 2 * 19);
+}
+
 /// The page's tables, name by name with the label.
 #[test]
 fn the_page_lists_what_is_published() {
@@ -142,6 +172,12 @@ fn the_page_lists_what_is_published() {
         .collect();
     let mut published = rows(REMOTE);
     published.extend(rows(LOADER));
+    published.extend(LOADER_TIMES.iter().map(|metric| {
+        format!(
+            "| `{}` | histogram | microseconds |  | {} |",
+            metric.name, metric.help
+        )
+    }));
     published.extend(rows(LEASES));
     published.extend(rows(ENGINE));
     assert_eq!(written, published);

@@ -55,9 +55,15 @@ fn every_byte_arrives(fabric: &Fabric, ranks: u32) {
     for worker in &consumer.workers {
         let stats = worker.loader_stats();
         assert_eq!(
-            (stats.loaded, stats.bytes, stats.confirmed),
-            (3, 3 * 4 * 2 * 512, 3)
+            (stats.loaded, stats.blocks, stats.bytes),
+            (3, 3 * 4, 3 * 4 * 2 * 512)
         );
+        assert!((1..=3 * 4 * 2).contains(&stats.operations), "{stats:?}");
+        assert!(stats.reading_us > 0, "{stats:?}");
+        assert_eq!(stats.confirmation.count(), 3);
+    }
+    for worker in &producer.workers {
+        assert_eq!(worker.loader_stats().freeing.count(), 3);
     }
 }
 

@@ -1,5 +1,7 @@
 //! The service by the bytes it gets and sends, without an engine.
 
+use std::sync::LazyLock;
+
 use kvferry_wire::lease::{Gone, Verdict, encode_release, encode_renew};
 use kvferry_wire::{Epoch, ReaderId, RequestId};
 
@@ -54,9 +56,19 @@ impl Rank {
     }
 
     fn events(&self) -> Vec<LeaseEvent> {
-        self.control.events().try_iter().collect()
+        self.control.events().try_iter().map(at_once).collect()
     }
 }
+
+/// The same, told at the same time as all others.
+fn at_once(event: LeaseEvent) -> LeaseEvent {
+    match event {
+        LeaseEvent::Ended(ended, _) => LeaseEvent::Ended(ended, *START),
+        other => other,
+    }
+}
+
+static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 fn lease(value: u64) -> LeaseId {
     LeaseId {
@@ -76,11 +88,12 @@ fn released(to: u64, of: u64, by: ReaderId, verdict: Verdict) -> Vec<(PeerId, u1
 }
 
 fn ended(of: u64, how: End, readers: usize) -> LeaseEvent {
-    LeaseEvent::Ended(Ended {
+    let ended = Ended {
         lease: lease(of),
         how,
         readers,
-    })
+    };
+    LeaseEvent::Ended(ended, *START)
 }
 
 #[test]
@@ -228,7 +241,7 @@ fn leases_that_outlive_the_engine_are_reported() {
         service, control, ..
     } = rank;
     drop(service);
-    let events: Vec<_> = control.events().iter().collect();
+    let events: Vec<_> = control.events().iter().map(at_once).collect();
     assert_eq!(
         events,
         [ended(1, End::Revoked, 0), ended(2, End::Revoked, 0)]

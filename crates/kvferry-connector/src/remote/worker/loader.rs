@@ -71,6 +71,8 @@ pub(super) struct Loader {
     /// Loads that wait, in order.
     pub(super) waiting: VecDeque<RequestId>,
     pub(super) reading: usize,
+    /// Since when something is being read.
+    reading_since: Option<Instant>,
     pub(super) next_number: u64,
     /// When to end at the latest.
     pub(super) stopping: Option<Instant>,
@@ -116,6 +118,7 @@ impl Loader {
             tickets: HashMap::new(),
             waiting: VecDeque::new(),
             reading: 0,
+            reading_since: None,
             next_number: 0,
             stopping: None,
             counters,
@@ -343,6 +346,7 @@ impl Loader {
         }
         borrowed.phase = Phase::Reading(reading);
         self.reading += 1;
+        self.reading_since.get_or_insert_with(Instant::now);
         self.counters.started();
         if let Some(error) = refused {
             self.warn(request, &format!("its read was refused: {error}"));
@@ -372,7 +376,10 @@ impl Loader {
             if let Poll::Ready(outcome) = Pin::new(transfer).poll(&mut context) {
                 *place = None;
                 match outcome {
-                    Ok(report) => reading.bytes += report.bytes,
+                    Ok(report) => {
+                        reading.bytes += report.bytes;
+                        reading.operations += report.operations;
+                    }
                     Err(error) => {
                         tracing::debug!(%request, %error, "a transfer of a load failed");
                         failure = failure.or(Some(failure_of(&error)));
@@ -394,10 +401,22 @@ impl Loader {
         if reading.transfers.iter().any(Option::is_some) {
             return;
         }
-        let (failure, bytes) = (reading.failure, reading.bytes);
+        let failure = reading.failure;
+        let blocks = match failure {
+            None => borrowed.blocks.iter().map(|group| group.local.len()).sum(),
+            Some(_) => 0,
+        };
+        let now = Instant::now();
         self.reading -= 1;
-        borrowed.quiet_at = Some(Instant::now());
-        self.counters.quiet(bytes);
+        self.counters
+            .quiet(blocks, reading.bytes, reading.operations);
+        if self.reading == 0
+            && let Some(since) = self.reading_since.take()
+        {
+            self.counters
+                .was_reading(now.saturating_duration_since(since));
+        }
+        borrowed.quiet_at = Some(now);
         match failure {
             None if !borrowed.aborted => self.release(request, true),
             None => self.fail(request, LoadFailure::Aborted),

@@ -9,7 +9,7 @@ mod loader;
 mod request;
 mod stats;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -61,8 +61,9 @@ pub struct RemoteWorker {
 struct Sent {
     activated: HashMap<Epoch, RequestId>,
     requests: HashMap<Epoch, RequestId>,
-    ended: HashSet<Epoch>,
-    due: Vec<RequestId>,
+    /// With when they have.
+    ended: HashMap<Epoch, Instant>,
+    due: Vec<(RequestId, Instant)>,
 }
 
 impl Sent {
@@ -72,8 +73,8 @@ impl Sent {
         }
         for epoch in &leases.activate {
             if let Some(request) = self.requests.remove(epoch) {
-                if self.ended.remove(epoch) {
-                    self.due.push(request);
+                if let Some(at) = self.ended.remove(epoch) {
+                    self.due.push((request, at));
                 } else {
                     self.activated.insert(*epoch, request);
                 }
@@ -85,11 +86,11 @@ impl Sent {
         }
     }
 
-    fn ended(&mut self, epoch: Epoch) {
+    fn ended(&mut self, epoch: Epoch, at: Instant) {
         if let Some(request) = self.activated.remove(&epoch) {
-            self.due.push(request);
+            self.due.push((request, at));
         } else if self.requests.contains_key(&epoch) {
-            self.ended.insert(epoch);
+            self.ended.insert(epoch, at);
         }
     }
 }
@@ -283,10 +284,10 @@ impl RemoteWorker {
 
     fn lease_event(&mut self, event: LeaseEvent) {
         match event {
-            LeaseEvent::Ended(ended) => {
+            LeaseEvent::Ended(ended, at) => {
                 let epoch = ended.lease.epoch;
                 self.own.ended.push((epoch, ended.how));
-                self.sent.ended(epoch);
+                self.sent.ended(epoch, at);
             }
             LeaseEvent::PlanRefused(error) => {
                 tracing::error!(%error, "a plan was refused: its leases do not exist");
@@ -360,7 +361,10 @@ impl WorkerConnector for RemoteWorker {
         while let Ok(event) = self.leases.events().try_recv() {
             self.lease_event(event);
         }
-        all.sent.append(&mut self.sent.due);
+        for (request, ended_at) in self.sent.due.drain(..) {
+            self.counters.freeing(ended_at.elapsed());
+            all.sent.push(request);
+        }
         while let Ok(done) = self.done.1.try_recv() {
             match done {
                 Done::Received(received) => all.received.push(received),
@@ -407,19 +411,23 @@ mod tests {
             revoke: revoke.iter().copied().map(epoch).collect(),
         };
         let mut sent = Sent::default();
+        let at = Instant::now();
+        let due = |sent: &mut Sent| -> Vec<RequestId> {
+            sent.due.drain(..).map(|(request, _)| request).collect()
+        };
         sent.plan(&plan(&[1, 2, 3, 4], &[1], &[]));
-        sent.ended(epoch(1));
-        sent.ended(epoch(1));
-        assert_eq!(std::mem::take(&mut sent.due), [request(1)]);
+        sent.ended(epoch(1), at);
+        sent.ended(epoch(1), at);
+        assert_eq!(due(&mut sent), [request(1)]);
         // The release has overtaken the plan.
-        sent.ended(epoch(2));
+        sent.ended(epoch(2), at);
         assert!(sent.due.is_empty());
         sent.plan(&plan(&[], &[2], &[]));
-        assert_eq!(std::mem::take(&mut sent.due), [request(2)]);
-        sent.ended(epoch(3));
+        assert_eq!(due(&mut sent), [request(2)]);
+        sent.ended(epoch(3), at);
         sent.plan(&plan(&[], &[], &[3, 4]));
-        sent.ended(epoch(4));
-        sent.ended(epoch(7));
+        sent.ended(epoch(4), at);
+        sent.ended(epoch(7), at);
         assert!(sent.due.is_empty() && sent.ended.is_empty());
         assert!(sent.activated.is_empty() && sent.requests.is_empty());
     }

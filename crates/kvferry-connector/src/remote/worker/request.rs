@@ -51,8 +51,9 @@ pub(super) struct Reading {
     pub(super) transfers: Vec<Option<Transfer>>,
     /// The first failure.
     pub(super) failure: Option<LoadFailure>,
-    /// Bytes that have arrived.
+    /// Bytes that have arrived, in so many runs.
     pub(super) bytes: u64,
+    pub(super) operations: u64,
 }
 
 /// The request.

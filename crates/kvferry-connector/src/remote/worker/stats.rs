@@ -4,8 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::contract::LoadFailure;
+use crate::distribution::{Distribution, Times};
 
-/// Counters of [`RemoteWorker`](super::RemoteWorker)'s loads on this rank.
+/// What [`RemoteWorker`](super::RemoteWorker) counts on its rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LoaderStats {
     /// Now: loads whose blocks are being read.
@@ -14,18 +15,22 @@ pub struct LoaderStats {
     pub reading_max: u64,
     /// Reads started.
     pub started: u64,
+    /// Blocks read, each over all layers of its group; of loads whose reads have succeeded.
+    pub blocks: u64,
     /// Bytes read, of failed loads too.
     pub bytes: u64,
+    /// The contiguous runs that they came in.
+    pub operations: u64,
+    /// Time during which at least one load was being read, in microseconds.
+    pub reading_us: u64,
     /// Loads that brought everything and were confirmed.
     pub loaded: u64,
     /// Loads that were reported as failed.
     pub failed: u64,
-    /// Answers to releases of successful reads.
-    pub confirmed: u64,
-    /// Time from the last byte to that answer, summed up, in microseconds.
-    pub confirm_us: u64,
-    /// The longest of them, in microseconds.
-    pub confirm_us_max: u64,
+    /// Times from the last byte of a successful read to the answer to its release.
+    pub confirmation: Distribution,
+    /// Times from the end of a lease to the report with which the blocks under it are freed.
+    pub freeing: Distribution,
 }
 
 /// The same, as the loader writes them.
@@ -34,12 +39,14 @@ pub(super) struct LoaderCounters {
     reading: AtomicU64,
     reading_max: AtomicU64,
     started: AtomicU64,
+    blocks: AtomicU64,
     bytes: AtomicU64,
+    operations: AtomicU64,
+    reading_us: AtomicU64,
     loaded: AtomicU64,
     failed: AtomicU64,
-    confirmed: AtomicU64,
-    confirm_us: AtomicU64,
-    confirm_us_max: AtomicU64,
+    confirmation: Times,
+    freeing: Times,
 }
 
 impl LoaderCounters {
@@ -49,16 +56,24 @@ impl LoaderCounters {
         self.reading_max.fetch_max(reading, Ordering::Relaxed);
     }
 
-    pub(super) fn quiet(&self, bytes: u64) {
+    pub(super) fn quiet(&self, blocks: usize, bytes: u64, operations: u64) {
         self.reading.fetch_sub(1, Ordering::Relaxed);
+        self.blocks.fetch_add(blocks as u64, Ordering::Relaxed);
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.operations.fetch_add(operations, Ordering::Relaxed);
+    }
+
+    pub(super) fn was_reading(&self, time: Duration) {
+        let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
+        self.reading_us.fetch_add(us, Ordering::Relaxed);
     }
 
     pub(super) fn confirmed(&self, after: Duration) {
-        let us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX);
-        self.confirmed.fetch_add(1, Ordering::Relaxed);
-        self.confirm_us.fetch_add(us, Ordering::Relaxed);
-        self.confirm_us_max.fetch_max(us, Ordering::Relaxed);
+        self.confirmation.count(after);
+    }
+
+    pub(super) fn freeing(&self, after: Duration) {
+        self.freeing.count(after);
     }
 
     pub(super) fn reported(&self, failure: Option<LoadFailure>) {
@@ -75,12 +90,14 @@ impl LoaderCounters {
             reading: of(&self.reading),
             reading_max: of(&self.reading_max),
             started: of(&self.started),
+            blocks: of(&self.blocks),
             bytes: of(&self.bytes),
+            operations: of(&self.operations),
+            reading_us: of(&self.reading_us),
             loaded: of(&self.loaded),
             failed: of(&self.failed),
-            confirmed: of(&self.confirmed),
-            confirm_us: of(&self.confirm_us),
-            confirm_us_max: of(&self.confirm_us_max),
+            confirmation: self.confirmation.snapshot(),
+            freeing: self.freeing.snapshot(),
         }
     }
 }
