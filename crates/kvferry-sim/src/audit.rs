@@ -34,10 +34,14 @@ pub(crate) struct Audit {
 }
 
 impl Audit {
-    /// For a connector that may read free blocks until they are handed out, or not.
-    pub(crate) fn new(reads_freed: bool) -> Self {
+    /// For so many cache groups of so many blocks, all of them free, and a connector that may read free
+    /// blocks until they are handed out, or not.
+    pub(crate) fn new(reads_freed: bool, groups: u32, blocks: u32) -> Self {
+        // The null block too, which stays free.
+        let all = (0..groups).flat_map(|group| (0..blocks).map(move |block| (group, block, 0)));
         Self {
             reads_freed,
+            waiting: all.collect(),
             ..Self::default()
         }
     }

@@ -46,6 +46,8 @@ pub struct SchedulerConfig {
     pub less_percent: u32,
     /// Which free block is handed out next.
     pub reuse: Reuse,
+    /// A seed for the order in which blocks are free at first; nothing for that of their ids.
+    pub scatter: Option<u64>,
 }
 
 impl Default for SchedulerConfig {
@@ -63,6 +65,7 @@ impl Default for SchedulerConfig {
             zero_percent: 0,
             less_percent: 0,
             reuse: Reuse::Oldest,
+            scatter: None,
         }
     }
 }

@@ -114,7 +114,9 @@ impl SimEngine {
             registered.map_err(|source| SimError::Register { rank, source })?;
             memory.push(blocks);
         }
-        let audit = Audit::new(connector.capabilities().reads_freed);
+        let groups = model.groups.len() as u32;
+        let reads_freed = connector.capabilities().reads_freed;
+        let audit = Audit::new(reads_freed, groups, config.scheduler.blocks);
         Ok(Self {
             scheduler: Scheduler::new(&config, model),
             model: model.clone(),
@@ -359,7 +361,8 @@ impl SimEngine {
         self.connector.begin_shutdown();
         while !self.is_idle() && Instant::now() < deadline {
             if !self.step()? {
-                std::thread::yield_now();
+                // As an engine core does while it holds blocks: leases end on other threads.
+                std::thread::sleep(Duration::from_millis(1));
             }
         }
         for worker in &mut self.workers {

@@ -14,6 +14,7 @@ use crate::config::SchedulerConfig;
 use crate::model::GroupKind;
 use crate::pool::BlockPool;
 use crate::request::Tables;
+use crate::rng::Rng;
 use crate::violation::Violation;
 
 /// What happened to blocks, in order.
@@ -91,13 +92,23 @@ pub(crate) struct Hits {
     pub(crate) tables: Tables,
 }
 
+fn pool(group: u64, config: &SchedulerConfig) -> BlockPool {
+    match config.scatter {
+        None => BlockPool::new(config.blocks, config.reuse),
+        Some(seed) => {
+            let mut rng = Rng::part(seed.wrapping_add(group), "pool");
+            BlockPool::scattered(config.blocks, config.reuse, &mut rng)
+        }
+    }
+}
+
 impl KvBlocks {
     pub(crate) fn new(kinds: &[GroupKind], config: &SchedulerConfig) -> Self {
         Self {
             kinds: kinds.to_vec(),
-            pools: kinds
-                .iter()
-                .map(|_| BlockPool::new(config.blocks, config.reuse))
+            pools: (0..)
+                .zip(kinds)
+                .map(|(group, _)| pool(group, config))
                 .collect(),
             block_tokens: config.block_tokens,
             events: Vec::new(),

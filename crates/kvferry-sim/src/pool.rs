@@ -11,6 +11,7 @@ use std::sync::Arc;
 use kvferry_connector::contract::NULL_BLOCK;
 use serde::{Deserialize, Serialize};
 
+use crate::rng::Rng;
 use crate::violation::Violation;
 
 /// Which free block is handed out next.
@@ -54,17 +55,31 @@ pub struct BlockPool {
 }
 
 impl BlockPool {
-    /// A pool of this many blocks, the null block among them.
+    /// A pool of this many blocks, the null block among them, free in the order of their ids.
     #[must_use]
     pub fn new(blocks: u32, reuse: Reuse) -> Self {
+        Self::in_order((1..blocks).collect(), reuse)
+    }
+
+    /// The same, free in an order that is drawn, as after a long time of service.
+    #[must_use]
+    pub fn scattered(blocks: u32, reuse: Reuse, rng: &mut Rng) -> Self {
+        let mut order: Vec<u32> = (1..blocks).collect();
+        for left in (1..order.len()).rev() {
+            order.swap(left, rng.below(left as u32 + 1) as usize);
+        }
+        Self::in_order(order, reuse)
+    }
+
+    fn in_order(order: Vec<u32>, reuse: Reuse) -> Self {
         let mut pool = Self {
-            blocks: vec![Block::default(); blocks as usize],
+            blocks: vec![Block::default(); order.len() + 1],
             free: BTreeMap::new(),
             next_place: 0,
             reuse,
             cached: HashMap::new(),
         };
-        for block in 1..blocks {
+        for block in order {
             pool.enqueue(block);
         }
         pool
@@ -228,6 +243,21 @@ mod tests {
             pool.release(block).unwrap();
         }
         assert_eq!(ids(pool.take(2)), [2, 3]);
+    }
+
+    #[test]
+    fn scattered_blocks_come_once_each_and_hardly_ever_side_by_side() {
+        let scattered = |seed| {
+            let mut pool = BlockPool::scattered(1001, Reuse::Oldest, &mut Rng::new(seed));
+            ids(pool.take(1000))
+        };
+        let mut found = scattered(1);
+        assert_ne!(found, scattered(2));
+        let neighbours = found.windows(2).filter(|pair| pair[0] + 1 == pair[1]);
+        let neighbours = neighbours.count();
+        assert!(neighbours < 20, "{neighbours} of 999 pairs are neighbours");
+        found.sort_unstable();
+        assert_eq!(found, (1..=1000).collect::<Vec<_>>());
     }
 
     #[test]

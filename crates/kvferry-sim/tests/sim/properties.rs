@@ -33,6 +33,7 @@ prop_compose! {
             max_tries: 2,
             zero_percent, less_percent,
             reuse: if newest { Reuse::Newest } else { Reuse::Oldest },
+            scatter: None,
         }
     }
 }
