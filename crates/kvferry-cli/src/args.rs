@@ -2,7 +2,7 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvferry_engine::LaneChoice;
-use kvferry_wire::demo::MAX_DEMO_BLOCKS;
+use kvferry_wire::demo::{DEMO_BLOCK_TOKENS, DEMO_BLOCK_UNIT, MAX_DEMO_BLOCKS};
 use kvferry_wire::{DemoPlan, MAX_READ_TABLES};
 
 use crate::error::CliError;
@@ -23,9 +23,9 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Move and verify blocks between two processes on this machine
     ///
-    /// Starts a producer as a process of its own, reads its requests' blocks, checks every byte,
-    /// and frees the producer's blocks by notification. The exit status is 0 only if all of that
-    /// worked.
+    /// Starts a producer as a process of its own, has it compute prompts, loads their blocks, checks every
+    /// byte, generates from them, and frees the producer's blocks by notification. The exit status is 0
+    /// only if all of that worked.
     Demo(DemoArgs),
     /// Hold blocks for `kvferry pull`, until interrupted
     Serve(ServeArgs),
@@ -164,13 +164,13 @@ pub(crate) struct PlanArgs {
     /// Blocks of a request
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub(crate) blocks: u32,
-    /// Bytes of a block in one layer, as in 32768 or 32K
+    /// Bytes of a block in one layer, as in 32768 or 32K; a block has 16 tokens
     #[arg(long, value_name = "SIZE", default_value = "32K", value_parser = parse_size)]
     pub(crate) block_bytes: u64,
     /// Layers; each block exists in every one of them
     #[arg(long, value_name = "N", default_value_t = 16)]
     pub(crate) layers: u32,
-    /// What the blocks' bytes and the order of their ids are made from
+    /// What the prompts and the order of the blocks' ids are made from
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
 }
@@ -206,6 +206,13 @@ impl PlanArgs {
             if value == 0 || value > max {
                 return refuse(option, value, max);
             }
+        }
+        if !self.block_bytes.is_multiple_of(DEMO_BLOCK_UNIT) {
+            return Err(CliError::Usage(format!(
+                "--block-bytes is {}: give a multiple of {DEMO_BLOCK_UNIT}, for {DEMO_BLOCK_TOKENS} tokens of \
+                 8 bytes or more",
+                self.block_bytes
+            )));
         }
         let total = (u64::from(self.blocks) * u64::from(self.layers))
             .checked_mul(self.block_bytes)

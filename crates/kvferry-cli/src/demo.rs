@@ -9,6 +9,7 @@ use crate::args::DemoArgs;
 use crate::child::ProducerProcess;
 use crate::consumer::{self, Options};
 use crate::error::CliError;
+use crate::half::bytes_of;
 use crate::{memory, producer};
 
 /// Time for the producer to start, and to end.
@@ -17,11 +18,9 @@ const PATIENCE: Duration = Duration::from_secs(30);
 /// Runs both sides once and reports.
 pub(crate) fn run(args: &DemoArgs) -> Result<ExitCode, CliError> {
     let plan = args.plan.plan()?;
-    let both = producer::shape(&plan)
-        .bytes()
-        .zip(consumer::shape(&plan).bytes())
-        .and_then(|(theirs, ours)| theirs.checked_add(ours));
-    memory::check("the demo's two pools", both)?;
+    let blocks = producer::blocks(&plan).checked_add(consumer::blocks(&plan));
+    let bytes = blocks.and_then(|blocks| bytes_of(&plan, blocks));
+    memory::check("the demo's two pools", bytes)?;
 
     let mut options = args.plan.as_options();
     if args.read.lane == LaneChoice::Pinned(Lane::Native) {

@@ -4,11 +4,10 @@
 
 use std::time::Duration;
 
-use kvferry_connector::directory::{BindError, DirectoryError, PublishError};
-use kvferry_connector::lease::{LeaseConfigError, LeaseControlError};
-use kvferry_engine::{
-    ConnectError, DeregisterError, EngineError, MemoryError, RegisterError, SendError, TableError,
-};
+use kvferry_connector::directory::{DirectoryError, PublishError};
+use kvferry_connector::remote::RemoteError;
+use kvferry_engine::{ConnectError, EngineError, SendError};
+use kvferry_sim::{Breach, SimError};
 use kvferry_wire::WireError;
 use thiserror::Error;
 
@@ -24,25 +23,19 @@ pub(crate) enum CliError {
     #[error(transparent)]
     Send(#[from] SendError),
     #[error(transparent)]
-    Memory(#[from] MemoryError),
-    #[error(transparent)]
-    Register(#[from] RegisterError),
-    #[error(transparent)]
-    Deregister(#[from] DeregisterError),
-    #[error(transparent)]
-    Table(#[from] TableError),
-    #[error(transparent)]
     Wire(#[from] WireError),
     #[error(transparent)]
     Directory(#[from] DirectoryError),
     #[error(transparent)]
-    Bind(#[from] BindError),
-    #[error(transparent)]
     Publish(#[from] PublishError),
     #[error(transparent)]
-    LeaseConfig(#[from] LeaseConfigError),
+    Remote(#[from] RemoteError),
+    /// The engine could not be made.
     #[error(transparent)]
-    Lease(#[from] LeaseControlError),
+    Made(#[from] SimError),
+    /// A rule of the scheduler, the connector or the blocks was broken.
+    #[error("a rule was broken: {0}")]
+    Rule(#[from] Breach),
     /// The operating system refused something.
     #[error("{what}: {source}")]
     System {
@@ -71,9 +64,6 @@ pub(crate) enum CliError {
     /// The producer answered, but not with what was asked for.
     #[error("the producer {0}")]
     Producer(String),
-    /// A simulation did not run to its end.
-    #[error("the simulation did not run: {0}")]
-    Sim(String),
     /// The process that the demo started is not of use.
     #[error("the producer process {0}; its own messages are above")]
     Child(String),

@@ -1,29 +1,27 @@
 //! The `kvferry` program: `demo`, `serve`, `pull` and `sim`.
 //!
-//! Responsible for the command line, for a producer and a consumer that move blocks with a known
-//! pattern, and for judging and reporting what happened. Not responsible for moving anything: that
-//! is the engine's, under the connector's leases.
+//! Responsible for the command line, for a producer and a consumer with the reference scheduler and
+//! `RemotePrefill` in them, for the router between the two, and for judging and reporting what
+//! happened. Not responsible for moving anything: that is the connector's.
 //!
 //! Invariant: the exit status is 0 only if every byte that was to be read was read and verified,
 //! nothing is held at the end, and the lane carried all of it. It is 2 for a bad command line, which
 //! includes sizes for which there is no memory, and 1 for everything else.
 
 mod args;
-mod blocks;
 mod child;
 mod consumer;
 mod demo;
 mod error;
 mod fault;
+mod half;
 mod memory;
-mod pattern;
 mod producer;
 mod progress;
+mod prompts;
 mod pull;
 mod report;
-mod running;
 mod serve;
-mod share;
 mod sim;
 
 use std::ffi::OsString;

@@ -2,16 +2,45 @@
 
 use std::fmt;
 use std::io::Write;
-use std::time::Duration;
 
+use kvferry_connector::remote::LoaderStats;
 use kvferry_engine::{CounterSnapshot, Lane};
+use kvferry_sim::Counts;
+use kvferry_wire::demo::DEMO_BLOCK_TOKENS;
 use kvferry_wire::{DemoPlan, DemoSummary, UcxVersion};
 use serde::Serialize;
 
-use crate::consumer::Totals;
 use crate::error::CliError;
+use crate::prompts::{blocks_to_read, bytes_to_read};
 use crate::say;
-use crate::share::{blocks_to_read, bytes_to_read};
+
+/// Failures that are listed; more are only counted.
+const LISTED: usize = 20;
+
+/// What came of a run's requests.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Totals {
+    /// Requests with the right tokens.
+    pub(crate) requests: u64,
+    /// Bytes that were loaded for those.
+    pub(crate) verified_bytes: u64,
+    /// The first failures.
+    failures: Vec<String>,
+    /// Failures beyond those.
+    more_failures: u64,
+}
+
+impl Totals {
+    pub(crate) fn fail(&mut self, failure: String) {
+        if self.failures.contains(&failure) {
+            // Such as the producer's end, which several questions meet.
+        } else if self.failures.len() < LISTED {
+            self.failures.push(failure);
+        } else {
+            self.more_failures += 1;
+        }
+    }
+}
 
 /// Everything that is known at the end of a run.
 pub(crate) struct Facts<'a> {
@@ -22,8 +51,10 @@ pub(crate) struct Facts<'a> {
     pub(crate) emulated: bool,
     pub(crate) ucx: Option<UcxVersion>,
     pub(crate) producer_ucx: Option<UcxVersion>,
-    /// Time during which at least one read was in flight.
-    pub(crate) reading: Duration,
+    /// What the connector has read.
+    pub(crate) loads: LoaderStats,
+    /// What the scheduler has counted.
+    pub(crate) tokens: Counts,
     pub(crate) totals: Totals,
     /// The consumer's counters before the first request.
     pub(crate) before: CounterSnapshot,
@@ -58,7 +89,7 @@ impl BytesByLane {
 /// A run's result. Its fields are those of the JSON object.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Report {
-    /// Requests that were verified and confirmed, of those that the producer had.
+    /// Requests with the right tokens, of those that the producer had.
     pub(crate) requests: u64,
     pub(crate) requests_planned: u64,
     /// Blocks that were read, each over all layers.
@@ -69,6 +100,10 @@ pub(crate) struct Report {
     /// Bytes that were read.
     pub(crate) bytes: u64,
     pub(crate) verified_bytes: u64,
+    /// Tokens that were read, found in the own prefix cache, and computed.
+    pub(crate) loaded_tokens: u64,
+    pub(crate) cached_tokens: u64,
+    pub(crate) computed_tokens: u64,
     pub(crate) lane: &'static str,
     pub(crate) bytes_by_lane: BytesByLane,
     pub(crate) emulated: bool,
@@ -105,6 +140,8 @@ impl Report {
             mut totals,
             before,
             after,
+            loads,
+            tokens,
             ..
         } = facts;
         let summary = match facts.summary {
@@ -115,18 +152,21 @@ impl Report {
             }
         };
         let held = summary.unwrap_or_default();
-        let read_seconds = facts.reading.as_secs_f64();
+        let read_seconds = loads.reading_us as f64 / 1e6;
         let ucx_operations = after.ucx_operations - before.ucx_operations;
         let messages = after.messages_sent - before.messages_sent;
         let mut report = Self {
             requests: totals.requests,
             requests_planned: plan.requests,
-            blocks: totals.blocks,
+            blocks: loads.blocks,
             block_bytes: plan.block_bytes,
             layers: plan.layers,
             seed: plan.seed,
-            bytes: totals.bytes,
+            bytes: loads.bytes,
             verified_bytes: totals.verified_bytes,
+            loaded_tokens: tokens.loaded_tokens,
+            cached_tokens: tokens.local_tokens,
+            computed_tokens: tokens.computed_tokens,
             lane: facts.lane.name(),
             bytes_by_lane: BytesByLane {
                 mapped: after.mapped_bytes - before.mapped_bytes,
@@ -136,7 +176,7 @@ impl Report {
             },
             emulated: facts.emulated && facts.lane == Lane::Native,
             transports: facts.transports,
-            operations: totals.operations,
+            operations: loads.operations,
             ucx_operations,
             // With that lane everything that a consumer sends in a run fits one active message; with
             // the served lane the messages that ask for blocks may take several.
@@ -147,7 +187,7 @@ impl Report {
             },
             read_seconds,
             gb_per_s: if read_seconds > 0.0 {
-                totals.bytes as f64 / read_seconds / 1e9
+                loads.bytes as f64 / read_seconds / 1e9
             } else {
                 0.0
             },
@@ -180,13 +220,15 @@ impl Report {
             }
         };
         differ(
-            "requests verified and confirmed",
+            "requests with the right tokens",
             self.requests,
             plan.requests,
         );
         differ("blocks read", self.blocks, blocks);
         differ("bytes read", self.bytes, bytes);
         differ("bytes verified", self.verified_bytes, bytes);
+        let tokens = blocks * u64::from(DEMO_BLOCK_TOKENS);
+        differ("tokens loaded", self.loaded_tokens, tokens);
         for other in Lane::ALL {
             differ(
                 &format!("bytes carried over the {other} lane"),
@@ -269,6 +311,13 @@ impl fmt::Display for Report {
                     "{} ({} bytes)",
                     size(self.verified_bytes),
                     self.verified_bytes
+                ),
+            ),
+            (
+                "tokens",
+                format!(
+                    "{} loaded, {} cached, {} computed",
+                    self.loaded_tokens, self.cached_tokens, self.computed_tokens
                 ),
             ),
             ("lane", self.lane_text()),

@@ -15,6 +15,7 @@ use signal_hook::iterator::Signals;
 use crate::args::ServeArgs;
 use crate::child::Ready;
 use crate::error::CliError;
+use crate::half::bytes_of;
 use crate::memory;
 use crate::producer::{self, Producer};
 use crate::say;
@@ -34,7 +35,8 @@ enum Stop {
 /// Serves until it is told to stop, and shuts down in order.
 pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, CliError> {
     let plan = args.plan.plan()?;
-    memory::check("the producer's pool", producer::shape(&plan).bytes())?;
+    let pool = bytes_of(&plan, producer::blocks(&plan));
+    memory::check("the producer's pool", pool)?;
     let stops = watch(args.machine)?;
     let producer = Producer::start(&plan, &args.listen, args.allow_emulation)?;
     announce(args, &producer)?;

@@ -1,5 +1,6 @@
 //! `kvferry sim`: a seeded run of the reference scheduler over the real connectors.
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use kvferry_sim::{Carrier, Connectors, Options, RealFactory, Report};
@@ -17,26 +18,16 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, CliError> {
         faults: args.faults.into(),
         ..Options::default()
     };
-    let directory = match args.connector {
-        SimConnector::Remote => None,
-        SimConnector::Storage | SimConnector::Multi => {
-            let made = tempfile::tempdir();
-            Some(made.map_err(|error| CliError::Sim(format!("no directory for files: {error}")))?)
-        }
-    };
-    let path = || {
-        let path = directory.as_ref().map(|directory| directory.path());
-        path.unwrap_or_else(|| std::path::Path::new("")).to_owned()
-    };
+    let files = tempfile::tempdir().map_err(CliError::system("making a directory for files"))?;
+    let path = files.path().to_owned();
     let connectors = match args.connector {
         SimConnector::Remote => Connectors::Remote,
-        SimConnector::Storage => Connectors::Storage(path()),
-        SimConnector::Multi => Connectors::Multi(path()),
+        SimConnector::Storage => Connectors::Storage(path),
+        SimConnector::Multi => Connectors::Multi(path),
     };
     let carrier: Carrier = args.carrier.into();
     let mut factory = RealFactory::new(connectors, carrier, options.faults, options.seed);
-    let report = kvferry_sim::run(&options, &mut factory)
-        .map_err(|error| CliError::Sim(error.to_string()))?;
+    let report = kvferry_sim::run(&options, &mut factory)?;
     print(&report, args)?;
     match &report.violation {
         None => Ok(ExitCode::SUCCESS),
@@ -62,30 +53,47 @@ fn replay(args: &SimArgs, options: &Options, carrier: Carrier) -> String {
     )
 }
 
+/// Writes the report to standard output.
 fn print(report: &Report, args: &SimArgs) -> Result<(), CliError> {
-    if args.json {
-        let json = serde_json::to_string(report)
-            .map_err(|error| CliError::Sim(format!("the report cannot be written: {error}")))?;
-        println!("{json}");
-        return Ok(());
-    }
+    let text = if args.json {
+        serde_json::to_string(report)
+            .map(|object| object + "\n")
+            .map_err(|error| CliError::system("writing JSON")(error.into()))?
+    } else {
+        table(report)
+    };
+    let mut out = std::io::stdout();
+    out.write_all(text.as_bytes())
+        .and_then(|()| out.flush())
+        .map_err(CliError::system("writing to standard output"))
+}
+
+fn table(report: &Report) -> String {
     let total = report.total();
-    println!("seed              {}", report.seed);
-    println!("requests          {}", report.requests);
-    println!("right tokens      {}", report.finished);
-    println!("failed            {}", report.failed);
-    println!("given up          {}", report.aborted);
-    println!("restarts          {}", report.restarts);
-    println!(
-        "loads             {}, {} failed",
-        total.loads, total.failed_loads
-    );
-    println!(
-        "tokens            {} computed, {} cached, {} loaded",
-        total.computed_tokens, total.local_tokens, total.loaded_tokens
-    );
-    println!("preemptions       {}", total.preemptions);
+    let rows = [
+        ("seed", report.seed.to_string()),
+        ("requests", report.requests.to_string()),
+        ("right tokens", report.finished.to_string()),
+        ("failed", report.failed.to_string()),
+        ("given up", report.aborted.to_string()),
+        ("restarts", report.restarts.to_string()),
+        (
+            "loads",
+            format!("{}, {} failed", total.loads, total.failed_loads),
+        ),
+        (
+            "tokens",
+            format!(
+                "{} computed, {} cached, {} loaded",
+                total.computed_tokens, total.local_tokens, total.loaded_tokens
+            ),
+        ),
+        ("preemptions", total.preemptions.to_string()),
+    ];
+    let rows: String = rows
+        .iter()
+        .map(|(name, value)| format!("{name:<16}  {value}\n"))
+        .collect();
     let verdict = report.violation.as_deref().unwrap_or("every rule held");
-    println!("{verdict}");
-    Ok(())
+    format!("{rows}{verdict}\n")
 }

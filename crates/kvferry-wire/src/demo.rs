@@ -1,26 +1,32 @@
 //! What `kvferry serve`, `pull` and `demo` say to one another: payloads of
 //! [`Message::Service`](crate::Message::Service) on [`DEMO_CHANNEL`].
 //!
-//! Responsible for the bodies and their limits. Not responsible for the pattern of the blocks or
-//! for leases: an offer names a lease, the lease protocol ends it.
+//! Responsible for the bodies and their limits: what a router and a prefill engine say to one another
+//! in other places. Not responsible for what the prompts are, nor for what the transfer parameters
+//! say ([`params`](crate::params)).
 //!
-//! Invariant: a parsed plan has no zero sizes and its total does not overflow; a parsed offer has
-//! as many digests as blocks.
+//! Invariant: a parsed plan has no zero sizes, whole tokens in its blocks, and its total does not
+//! overflow.
 //!
 //! # HISTORY
-//! Version 1: the first.
+//! Version 1: the first; offers named leases and blocks. Version 2: transfer parameters do.
 
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 
 use crate::{
-    LeaseId, WireError,
-    packed::{Format, capped, check_at_most, check_reason, clean_reason},
+    WireError,
+    packed::{Format, check_at_most, check_reason, clean_reason},
+    params::Params,
 };
 
 /// The service channel of the demo.
 pub const DEMO_CHANNEL: u16 = 2;
 /// Version of both bodies.
-pub const DEMO_VERSION: u16 = 1;
+pub const DEMO_VERSION: u16 = 2;
+/// Tokens of a block.
+pub const DEMO_BLOCK_TOKENS: u32 = 16;
+/// What a block's bytes are a multiple of: a token has at least 8 in a layer.
+pub const DEMO_BLOCK_UNIT: u64 = DEMO_BLOCK_TOKENS as u64 * 8;
 /// Most blocks in one request.
 pub const MAX_DEMO_BLOCKS: usize = 65_536;
 /// Most requests offered at the same time.
@@ -46,10 +52,10 @@ pub enum DemoRequest {
         /// Requests that the consumer reads at the same time, 1 to [`MAX_DEMO_IN_FLIGHT`].
         in_flight: u32,
     },
-    /// Asks for the next request.
-    Next {
-        /// Returned in the answer.
-        ticket: u64,
+    /// Asks for a request of the plan to be computed and held.
+    Prefill {
+        /// Which, from 0; once per run.
+        request: u64,
     },
     /// Ends the run and asks for the producer's view of it.
     Finish,
@@ -92,11 +98,11 @@ pub struct DemoPlan {
     pub requests: u64,
     /// Blocks of a request, 1 to [`MAX_DEMO_BLOCKS`].
     pub blocks: u32,
-    /// Bytes of a block in one layer, at least 1.
+    /// Bytes of a block in one layer, a multiple of [`DEMO_BLOCK_UNIT`].
     pub block_bytes: u64,
     /// Layers, at least 1.
     pub layers: u32,
-    /// What the pattern is made from.
+    /// What the prompts are made from.
     pub seed: u64,
 }
 
@@ -113,6 +119,13 @@ impl DemoPlan {
             }
         }
         check_at_most("demo plan.blocks", self.blocks as usize, MAX_DEMO_BLOCKS)?;
+        if !self.block_bytes.is_multiple_of(DEMO_BLOCK_UNIT) {
+            return Err(WireError::bad(
+                "demo plan.block_bytes",
+                self.block_bytes,
+                "a multiple of 128",
+            ));
+        }
         let total = (u64::from(self.blocks) * u64::from(self.layers))
             .checked_mul(self.block_bytes)
             .and_then(|bytes| bytes.checked_mul(self.requests));
@@ -124,56 +137,6 @@ impl DemoPlan {
                     self.requests, self.blocks, self.block_bytes, self.layers
                 ),
                 "a total below 2^64 bytes",
-            ));
-        }
-        Ok(())
-    }
-}
-
-/// One request that may be read.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DemoOffer {
-    /// Which request of the plan, from 0.
-    pub request: u64,
-    /// The lease to read and release under.
-    pub lease: LeaseId,
-    /// The producer's blocks, 1 to [`MAX_DEMO_BLOCKS`].
-    #[serde(deserialize_with = "block_ids")]
-    pub block_ids: Vec<u32>,
-    /// A digest of each block, over all layers.
-    #[serde(deserialize_with = "digests")]
-    pub digests: Vec<u64>,
-    /// A digest of all blocks.
-    pub digest: u64,
-}
-
-fn block_ids<'de, D: Deserializer<'de>>(input: D) -> Result<Vec<u32>, D::Error> {
-    capped(input, "block_ids", MAX_DEMO_BLOCKS)
-}
-
-fn digests<'de, D: Deserializer<'de>>(input: D) -> Result<Vec<u64>, D::Error> {
-    capped(input, "digests", MAX_DEMO_BLOCKS)
-}
-
-impl DemoOffer {
-    fn check(&self) -> Result<(), WireError> {
-        if self.block_ids.is_empty() {
-            return Err(WireError::bad(
-                "demo offer.block_ids",
-                0_u8,
-                "1 to 65536 blocks",
-            ));
-        }
-        check_at_most(
-            "demo offer.block_ids",
-            self.block_ids.len(),
-            MAX_DEMO_BLOCKS,
-        )?;
-        if self.digests.len() != self.block_ids.len() {
-            return Err(WireError::bad(
-                "demo offer.digests",
-                format!("{} for {} blocks", self.digests.len(), self.block_ids.len()),
-                "one digest per block",
             ));
         }
         Ok(())
@@ -203,17 +166,19 @@ pub struct DemoSummary {
 pub enum DemoReply {
     /// Answers [`DemoRequest::Begin`].
     Welcome(DemoPlan),
-    /// Answers [`DemoRequest::Next`].
-    Offer {
-        /// The ticket of the question.
-        ticket: u64,
-        /// What may be read.
-        offer: DemoOffer,
+    /// Answers [`DemoRequest::Prefill`]: it is held.
+    Prefilled {
+        /// Which.
+        request: u64,
+        /// For whoever reads its blocks.
+        params: Params,
     },
-    /// Answers [`DemoRequest::Next`]: every request has been offered.
-    NoMore {
-        /// The ticket of the question.
-        ticket: u64,
+    /// Answers [`DemoRequest::Prefill`]: it is not held.
+    Failed {
+        /// Which.
+        request: u64,
+        /// Why, for people: at most 1,024 bytes, no control characters.
+        reason: String,
     },
     /// Answers [`DemoRequest::Finish`].
     Summary(DemoSummary),
@@ -231,7 +196,7 @@ impl DemoReply {
     /// [`WireError::Version`] for another version; otherwise what is wrong.
     pub fn decode(payload: &[u8]) -> Result<Self, WireError> {
         let reply: Self = REPLY.decode(payload)?;
-        if let Self::Refused { reason } = &reply {
+        if let Self::Refused { reason } | Self::Failed { reason, .. } = &reply {
             check_reason("demo reply.reason", reason)?;
         }
         reply.check()?;
@@ -249,6 +214,10 @@ impl DemoReply {
             Self::Refused { reason } => REPLY.encode(&Self::Refused {
                 reason: clean_reason(reason),
             }),
+            Self::Failed { request, reason } => REPLY.encode(&Self::Failed {
+                request: *request,
+                reason: clean_reason(reason),
+            }),
             _ => REPLY.encode(self),
         }
     }
@@ -256,8 +225,10 @@ impl DemoReply {
     fn check(&self) -> Result<(), WireError> {
         match self {
             Self::Welcome(plan) => plan.check(),
-            Self::Offer { offer, .. } => offer.check(),
-            Self::NoMore { .. } | Self::Summary(_) | Self::Refused { .. } => Ok(()),
+            Self::Prefilled { .. }
+            | Self::Failed { .. }
+            | Self::Summary(_)
+            | Self::Refused { .. } => Ok(()),
         }
     }
 }

@@ -37,7 +37,7 @@ pub mod regions;
 pub mod segment;
 pub mod share;
 
-pub use demo::{DEMO_CHANNEL, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary};
+pub use demo::{DEMO_CHANNEL, DemoPlan, DemoReply, DemoRequest, DemoSummary};
 pub use description::{
     Addresses, Description, Interior, MemoryKind, RegionDescription, TableDescription, UcxVersion,
     check_table,

@@ -2,7 +2,7 @@ use clap::CommandFactory;
 use kvferry_engine::Lane;
 
 use super::*;
-use crate::share::bytes_to_read;
+use crate::prompts::{Share, bytes_to_read};
 
 fn parse(line: &str) -> Result<Cli, clap::Error> {
     Cli::try_parse_from(std::iter::once("kvferry").chain(line.split_whitespace()))
@@ -52,7 +52,7 @@ fn the_defaults_read_a_gibibyte_in_at_least_64_requests_whatever_the_seed() {
         plan.seed = seed;
         assert!(bytes_to_read(&plan) >= 1 << 30, "seed {seed}");
         let read_from = (0..plan.requests)
-            .filter(|&request| crate::share::Share::of(seed, request).takes(0))
+            .filter(|&request| Share::of(seed, request).count(plan.blocks) > 0)
             .count();
         assert!(read_from >= 64, "seed {seed}");
     }

@@ -1,6 +1,6 @@
 //! The demo's channel on the producer's progress thread.
 //!
-//! Responsible for reading questions and sending answers. Blocks are filled elsewhere, by the
+//! Responsible for reading questions and sending answers. Requests are computed elsewhere, by the
 //! producer's thread; the two talk over channels, and neither waits for the other here.
 
 use std::time::Instant;
@@ -9,7 +9,7 @@ use crossbeam::channel::{Receiver, Sender};
 use kvferry_engine::{PeerId, Replies, Sender as From, Service};
 use kvferry_wire::{DEMO_CHANNEL, DemoReply, DemoRequest};
 
-use super::worker::Ask;
+use super::core::Ask;
 
 /// Most questions that wait for the producer's thread.
 const MOST_WAITING: usize = 65_536;
@@ -98,7 +98,7 @@ mod tests {
         assert!(matches!(reply, DemoReply::Refused { .. }), "{reply:?}");
         assert!(asked.is_empty());
 
-        let question = DemoRequest::Next { ticket: 3 };
+        let question = DemoRequest::Prefill { request: 3 };
         service.on_message(from(), &question.encode().unwrap(), &mut replies);
         assert!(replies.take().is_empty(), "the answer takes its time");
         match asked.try_recv().unwrap() {

@@ -3,13 +3,13 @@ use super::*;
 const PLAN: DemoPlan = DemoPlan {
     requests: 16,
     blocks: 4,
-    block_bytes: 1000,
+    block_bytes: 1024,
     layers: 2,
     seed: 0,
 };
 /// 14 whole requests and a half one.
 const BLOCKS: u64 = 14 * 4 + 2;
-const BYTES: u64 = BLOCKS * 2000;
+const BYTES: u64 = BLOCKS * 2048;
 
 fn counters(set: impl FnOnce(&mut CounterSnapshot)) -> CounterSnapshot {
     let mut counters = CounterSnapshot::default();
@@ -30,13 +30,20 @@ fn good() -> Facts<'static> {
             release: 1,
         }),
         producer_ucx: None,
-        reading: Duration::from_millis(500),
-        totals: Totals {
-            requests: 16,
+        loads: LoaderStats {
             blocks: BLOCKS,
             bytes: BYTES,
-            verified_bytes: BYTES,
             operations: 100,
+            reading_us: 500_000,
+            ..LoaderStats::default()
+        },
+        tokens: Counts {
+            loaded_tokens: BLOCKS * 16,
+            ..Counts::default()
+        },
+        totals: Totals {
+            requests: 16,
+            verified_bytes: BYTES,
             ..Totals::default()
         },
         before: counters(|counters| {
@@ -80,26 +87,30 @@ fn whatever_is_missing_or_left_over_is_a_failure_with_both_numbers() {
     let summary = |change: fn(&mut DemoSummary)| {
         move |facts: &mut Facts<'static>| facts.summary.iter_mut().for_each(change)
     };
-    let cases: [(Vec<String>, &str); 10] = [
+    let cases: [(Vec<String>, &str); 11] = [
         (
-            failures(|facts| facts.totals.requests = 15),
-            "confirmed: 15, and should be 16",
+            failures(|facts| facts.tokens.loaded_tokens = 0),
+            "tokens loaded: 0, and should be 928",
         ),
         (
-            failures(|facts| facts.totals.blocks += 1),
+            failures(|facts| facts.totals.requests = 15),
+            "right tokens: 15, and should be 16",
+        ),
+        (
+            failures(|facts| facts.loads.blocks += 1),
             "blocks read: 59, and should be 58",
         ),
         (
-            failures(|facts| facts.totals.bytes -= 1),
-            "bytes read: 115999, and should be 116000",
+            failures(|facts| facts.loads.bytes -= 1),
+            "bytes read: 118783, and should be 118784",
         ),
         (
             failures(|facts| facts.totals.verified_bytes = 0),
-            "verified: 0, and should be 116000",
+            "verified: 0, and should be 118784",
         ),
         (
             failures(|facts| facts.after.served_bytes = 7),
-            "served lane: 7, and should be 116000",
+            "served lane: 7, and should be 118784",
         ),
         (
             failures(|facts| facts.after.native_bytes = 7),
@@ -153,6 +164,16 @@ fn native_reads_are_one_get_for_each_run() {
 }
 
 #[test]
+fn failures_are_listed_once_and_not_without_end() {
+    let mut totals = Totals::default();
+    for n in 0..LISTED + 5 {
+        totals.fail(format!("failure {n}"));
+        totals.fail("failure 0".to_owned());
+    }
+    assert_eq!((totals.failures.len(), totals.more_failures), (LISTED, 5));
+}
+
+#[test]
 fn failures_beyond_the_list_are_counted() {
     let failures = failures(|facts| {
         facts.totals.failures = vec!["one".to_owned()];
@@ -184,7 +205,7 @@ fn the_json_object_has_the_promised_fields() {
     assert_eq!(object["ucx_version"], "1.13.1");
     assert_eq!(object["failures"].as_array().map(Vec::len), Some(0));
     let speed = object["gb_per_s"].as_f64().unwrap();
-    assert!((speed - 0.000_232).abs() < 1e-9, "{speed}");
+    assert!((speed - 0.000_237_568).abs() < 1e-9, "{speed}");
 }
 
 #[test]
@@ -192,8 +213,8 @@ fn the_table_has_one_row_for_each_fact() {
     let table = Report::new(good()).to_string();
     for row in [
         "requests        16 of 16",
-        "blocks          58 of 1000 bytes in 2 layers",
-        "verified        113.28 KiB (116000 bytes)",
+        "blocks          58 of 1 KiB in 2 layers",
+        "verified        116 KiB (118784 bytes)",
         "lane            served",
         "leases          16 released, 0 held",
         "UCX             1.13.1, the producer's none",

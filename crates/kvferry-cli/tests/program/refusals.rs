@@ -33,6 +33,10 @@ fn sizes_that_make_no_sense_are_refused_with_the_value() {
         (&["--blocks=0"], &["--blocks is 0"]),
         (&["--block-bytes=0"], &["--block-bytes is 0"]),
         (&["--layers=0"], &["--layers is 0"]),
+        (
+            &["--block-bytes=1000"],
+            &["--block-bytes is 1000", "multiple of 128"],
+        ),
         (&["--blocks=65537"], &["--blocks is 65537", "1 to 65536"]),
         (&["--block-bytes=1X"], &["\"1X\""]),
         (&["--block-bytes=16777216T"], &["16777216T", "2^64"]),

@@ -104,7 +104,7 @@ fn garbage_at_the_directory_disturbs_nobody() {
 #[test]
 fn a_second_signal_ends_a_producer_that_waits_for_a_lease() {
     let (mut producer, address, _out) = serve(&[]);
-    let mut command = kvferry(["pull", &address, "--json", "--fault=drop-release"]);
+    let mut command = kvferry(["pull", &address, "--json", "--fault=lose-request"]);
     command.stdin(Stdio::null());
     let output = finish(command);
     assert_eq!(output.status.code(), Some(1));
@@ -137,7 +137,7 @@ fn a_producer_that_the_demo_started_ends_with_its_standard_input() {
     let ready: serde_json::Value = serde_json::from_str(&line).unwrap();
     let address = ready["address"].as_str().unwrap();
     // A lease that is never released does not hold it up.
-    let output = finish(kvferry(["pull", address, "--fault=drop-release"]));
+    let output = finish(kvferry(["pull", address, "--fault=lose-request"]));
     assert_eq!(output.status.code(), Some(1));
     drop(producer.child().stdin.take());
     let output = producer.output();

@@ -156,6 +156,9 @@ pub(crate) fn check_good(object: &Value, lane: &str) {
         (1..=2 * BLOCKS).contains(&operations),
         "{operations} operations"
     );
+    assert_eq!(number("loaded_tokens"), 16 * BLOCKS);
+    // What is not read is in the prefix cache; of each prompt the last token is computed.
+    assert_eq!(number("cached_tokens"), 16 * (4 + 8));
     // One question and one release for each request, at least.
     assert!(ucx >= 32, "{ucx} UCX operations");
     let gets = if lane == "native" { operations } else { 0 };

@@ -3,7 +3,7 @@
 use kvferry_wire::{
     DemoReply, DemoRequest, Description, DirectoryReply, DirectoryRequest, EngineId, HelloReply,
     Interior, MemoryKind, Rank, RegionDescription, TableDescription, WireError, check_table,
-    demo::MAX_DEMO_BLOCKS,
+    demo::{DEMO_BLOCK_UNIT, DEMO_VERSION, MAX_DEMO_BLOCKS},
     description::{
         MAX_ADDRESS_BYTES, MAX_COMPATIBILITY_FIELDS, MAX_DESCRIPTION_BYTES, MAX_FIELD_NAME_BYTES,
         MAX_FIELD_VALUE_BYTES, MAX_HOST_BYTES, MAX_KEY_BYTES, MAX_KEYS, MAX_REGIONS, MAX_TABLES,
@@ -17,7 +17,12 @@ use crate::{mutations::name_in, samples};
 
 /// A value as a peer might send it who does not check.
 fn unchecked(value: &impl Serialize) -> Vec<u8> {
-    [&[1, 0], &rmp_serde::to_vec_named(value).unwrap()[..]].concat()
+    unchecked_of(1, value)
+}
+
+fn unchecked_of(version: u16, value: &impl Serialize) -> Vec<u8> {
+    let body = rmp_serde::to_vec_named(value).unwrap();
+    [&version.to_le_bytes()[..], &body].concat()
 }
 
 fn refused(change: impl FnOnce(&mut Description)) -> String {
@@ -339,12 +344,14 @@ fn a_compatibility_field_does_not_appear_twice() {
 
 #[test]
 fn another_version_is_named_whatever_follows_it() {
-    let version = |what| WireError::Version {
+    let of = |what, ours| WireError::Version {
         what,
         got: 258,
-        min: 1,
-        max: 1,
+        min: ours,
+        max: ours,
     };
+    let version = |what| of(what, 1);
+    let demo = |what| of(what, DEMO_VERSION.into());
     for rest in [&[][..], &[0xc1, 0xff, 0x00]] {
         let body = [&[2, 1], rest].concat();
         assert_eq!(Description::decode(&body), Err(version("description")));
@@ -358,8 +365,8 @@ fn another_version_is_named_whatever_follows_it() {
             DirectoryReply::decode_body(&body),
             Err(version("directory reply"))
         );
-        assert_eq!(DemoRequest::decode(&body), Err(version("demo request")));
-        assert_eq!(DemoReply::decode(&body), Err(version("demo reply")));
+        assert_eq!(DemoRequest::decode(&body), Err(demo("demo request")));
+        assert_eq!(DemoReply::decode(&body), Err(demo("demo reply")));
     }
 }
 
@@ -453,7 +460,7 @@ fn reasons_that_were_not_cleaned_are_refused() {
             name_in(&HelloReply::decode(&rejected).unwrap_err()),
             "hello reply.reason"
         );
-        let refused = unchecked(&DemoReply::Refused { reason });
+        let refused = unchecked_of(DEMO_VERSION, &DemoReply::Refused { reason });
         assert_eq!(
             name_in(&DemoReply::decode(&refused).unwrap_err()),
             "demo reply.reason"
@@ -511,7 +518,7 @@ fn directory_limits() {
 fn demo_limits() {
     let begin = |in_flight| {
         let request = DemoRequest::Begin { in_flight };
-        let read = DemoRequest::decode(&unchecked(&request)).map(|_| ());
+        let read = DemoRequest::decode(&unchecked_of(DEMO_VERSION, &request)).map(|_| ());
         assert_eq!(request.encode().map(|_| ()), read);
         read.map_err(|error| name_in(&error))
     };
@@ -521,7 +528,7 @@ fn demo_limits() {
 
     let reply = |reply: DemoReply| {
         let written = reply.encode().unwrap_err();
-        let read = DemoReply::decode(&unchecked(&reply)).unwrap_err();
+        let read = DemoReply::decode(&unchecked_of(DEMO_VERSION, &reply)).unwrap_err();
         assert!(
             read == written || matches!(read, WireError::Msgpack { .. }),
             "{read}"
@@ -538,31 +545,19 @@ fn demo_limits() {
     assert_eq!(plan(|p| p.blocks = 0), "demo plan.blocks");
     assert_eq!(plan(|p| p.blocks = 65_537), "demo plan.blocks");
     assert_eq!(plan(|p| p.block_bytes = 0), "demo plan.block_bytes");
-    assert_eq!(plan(|p| p.block_bytes = u64::MAX), "demo plan.requests");
-    assert_eq!(plan(|p| p.layers = 0), "demo plan.layers");
-
-    let offer = |change: fn(&mut kvferry_wire::DemoOffer)| {
-        let mut offer = samples::demo_offer();
-        change(&mut offer);
-        reply(DemoReply::Offer { ticket: 1, offer })
-    };
-    assert_eq!(offer(|o| o.block_ids.clear()), "demo offer.block_ids");
-    assert_eq!(offer(|o| o.block_ids.push(1)), "demo offer.digests");
-    assert_eq!(offer(|o| o.digests.clear()), "demo offer.digests");
+    assert_eq!(plan(|p| p.block_bytes += 8), "demo plan.block_bytes");
     assert_eq!(
-        offer(|o| o.block_ids = vec![1; MAX_DEMO_BLOCKS + 1]),
-        "demo offer.block_ids"
+        plan(|p| p.block_bytes = DEMO_BLOCK_UNIT << 56),
+        "demo plan.requests"
     );
+    assert_eq!(plan(|p| p.layers = 0), "demo plan.layers");
 }
 
 #[test]
-fn the_largest_offer_fits() {
-    let mut offer = samples::demo_offer();
-    offer.block_ids = vec![u32::MAX; MAX_DEMO_BLOCKS];
-    offer.digests = vec![u64::MAX; MAX_DEMO_BLOCKS];
-    let reply = DemoReply::Offer {
-        ticket: u64::MAX,
-        offer,
+fn the_parameters_of_the_longest_demo_request_fit() {
+    let reply = DemoReply::Prefilled {
+        request: u64::MAX,
+        params: samples::demo_params(MAX_DEMO_BLOCKS as u32),
     };
     assert_eq!(DemoReply::decode(&reply.encode().unwrap()), Ok(reply));
 }

@@ -2,8 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use crate::samples::demo_params;
+use kvferry_wire::demo::DEMO_BLOCK_UNIT;
 use kvferry_wire::{
-    Addresses, BlockRun, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
+    Addresses, BlockRun, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
     DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
     Incarnation, Instance, Interior, LeaseId, LeaseMessage, MemoryKind, Message, Rank,
     ReadRejected, ReaderId, RegionDescription, RegionSet, RejectCode, RequestId,
@@ -261,37 +263,18 @@ fn segment() -> impl Strategy<Value = (SegmentHeader, Vec<u8>)> {
         )
 }
 
-fn offer() -> impl Strategy<Value = DemoOffer> {
-    (
-        any::<u64>(),
-        lease(),
-        vec(any::<(u32, u64)>(), 1..50),
-        any::<u64>(),
-    )
-        .prop_map(|(request, lease, blocks, digest)| {
-            let (block_ids, digests) = blocks.into_iter().unzip();
-            DemoOffer {
-                request,
-                lease,
-                block_ids,
-                digests,
-                digest,
-            }
-        })
-}
-
 fn plan() -> impl Strategy<Value = DemoPlan> {
     (
         1..1_u64 << 16,
         1..=65_536_u32,
-        1..1_u64 << 24,
+        1..1_u64 << 17,
         1..64_u32,
         any::<u64>(),
     )
-        .prop_map(|(requests, blocks, block_bytes, layers, seed)| DemoPlan {
+        .prop_map(|(requests, blocks, units, layers, seed)| DemoPlan {
             requests,
             blocks,
-            block_bytes,
+            block_bytes: units * DEMO_BLOCK_UNIT,
             layers,
             seed,
         })
@@ -313,8 +296,11 @@ fn summary() -> impl Strategy<Value = DemoSummary> {
 fn demo_reply() -> impl Strategy<Value = DemoReply> {
     prop_oneof![
         plan().prop_map(DemoReply::Welcome),
-        (any::<u64>(), offer()).prop_map(|(ticket, offer)| DemoReply::Offer { ticket, offer }),
-        any::<u64>().prop_map(|ticket| DemoReply::NoMore { ticket }),
+        (any::<u64>(), 0..50_u32).prop_map(|(request, blocks)| DemoReply::Prefilled {
+            request,
+            params: demo_params(blocks),
+        }),
+        (any::<u64>(), text()).prop_map(|(request, reason)| DemoReply::Failed { request, reason }),
         summary().prop_map(DemoReply::Summary),
         text().prop_map(|reason| DemoReply::Refused { reason }),
     ]
@@ -448,8 +434,8 @@ proptest! {
     }
 
     #[test]
-    fn demo_payloads_survive(in_flight in 1..=65_536_u32, ticket in any::<u64>(), reply in demo_reply()) {
-        for request in [DemoRequest::Begin { in_flight }, DemoRequest::Next { ticket }] {
+    fn demo_payloads_survive(in_flight in 1..=65_536_u32, number in any::<u64>(), reply in demo_reply()) {
+        for request in [DemoRequest::Begin { in_flight }, DemoRequest::Prefill { request: number }] {
             prop_assert_eq!(DemoRequest::decode(&request.encode().unwrap()), Ok(request));
         }
         prop_assert_eq!(DemoReply::decode(&reply.encode().unwrap()), Ok(reply));

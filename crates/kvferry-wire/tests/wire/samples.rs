@@ -1,8 +1,8 @@
 //! One value of everything, the source of the fixtures.
 
-use kvferry_wire::params::{RemoteOffer, Source};
+use kvferry_wire::params::{Params, RemoteOffer, Source};
 use kvferry_wire::{
-    Addresses, BlockRun, DemoOffer, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
+    Addresses, BlockRun, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
     DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
     Incarnation, Instance, Interior, LeaseId, MemoryKind, Rank, ReadRejected, ReaderId,
     RegionDescription, RegionSet, RejectCode, RequestId, SEGMENT_HEADER_BYTES, SegmentBody,
@@ -228,8 +228,8 @@ fn packed(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
     );
     add(
         "demo",
-        "next",
-        DemoRequest::Next { ticket: 70_000 }.encode().unwrap(),
+        "prefill",
+        DemoRequest::Prefill { request: 70_000 }.encode().unwrap(),
     );
     add("demo", "finish", DemoRequest::Finish.encode().unwrap());
     add(
@@ -237,16 +237,16 @@ fn packed(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
         "welcome",
         DemoReply::Welcome(demo_plan()).encode().unwrap(),
     );
-    let offer = DemoReply::Offer {
-        ticket: 70_000,
-        offer: demo_offer(),
+    let prefilled = DemoReply::Prefilled {
+        request: 70_000,
+        params: demo_params(3),
     };
-    add("demo", "offer", offer.encode().unwrap());
-    add(
-        "demo",
-        "no-more",
-        DemoReply::NoMore { ticket: 70_001 }.encode().unwrap(),
-    );
+    add("demo", "prefilled", prefilled.encode().unwrap());
+    let failed = DemoReply::Failed {
+        request: 70_001,
+        reason: "aborted".to_owned(),
+    };
+    add("demo", "failed", failed.encode().unwrap());
     add(
         "demo",
         "summary",
@@ -431,14 +431,13 @@ pub(crate) fn demo_plan() -> DemoPlan {
     }
 }
 
-pub(crate) fn demo_offer() -> DemoOffer {
-    DemoOffer {
-        request: 3,
-        lease: lease(),
-        block_ids: vec![900, 2, 77],
-        digests: vec![u64::MAX, 0, 0x0123_4567_89ab_cdef],
-        digest: 0xfedc_ba98_7654_3210,
-    }
+/// Transfer parameters with so many blocks.
+pub(crate) fn demo_params(blocks: u32) -> Params {
+    let params = serde_json::json!({
+        "do_remote_prefill": true, "remote_engine_id": "prefill-0", "remote_port": 5600,
+        "remote_host": null, "remote_block_ids": [(0..blocks).rev().collect::<Vec<u32>>()],
+    });
+    params.as_object().unwrap().clone()
 }
 
 fn demo_summary() -> DemoSummary {
