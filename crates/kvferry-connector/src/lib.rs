@@ -6,6 +6,7 @@ pub mod directory;
 pub mod distribution;
 pub mod lease;
 mod limit;
+mod load_state;
 pub mod metrics;
 pub mod multi;
 pub mod remote;

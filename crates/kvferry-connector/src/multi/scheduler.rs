@@ -14,6 +14,7 @@ use crate::contract::{
     Aggregated, Aggregator, Allocation, Capabilities, Finished, FinishedRequest, Matched, Received,
     ReportPart, RequestView, Scheduled, SchedulerConnector, StepPlan, StepView, WorkerReport,
 };
+use crate::load_state::LoadState;
 
 /// Why children do not go together.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -47,24 +48,9 @@ struct Child {
     ranks: Aggregator,
 }
 
-/// Where a request's load stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// The children are asked.
-    Open,
-    /// It was scheduled without a load.
-    Declined,
-    /// A load is under way; the request was preempted meanwhile, or not.
-    Loading { preempted: bool },
-    /// It ended well.
-    Loaded,
-    /// It did not. Final, for all children: what follows is that the request is computed.
-    Failed,
-}
-
 #[derive(Debug)]
 struct Request {
-    state: State,
+    load: LoadState,
     /// The child whose offer the scheduler has. A note of the last answer, which changes no answer.
     offered: Cell<Option<usize>>,
 }
@@ -141,11 +127,7 @@ impl MultiScheduler {
             self.stats.loads_failed[child] += 1;
         }
         if let Some(request) = self.requests.get_mut(&received.request) {
-            request.state = match (ok, request.state) {
-                (false, _) => State::Failed,
-                (true, State::Loading { preempted: true }) => State::Open,
-                (true, _) => State::Loaded,
-            };
+            request.load.ended(ok);
         }
     }
 }
@@ -211,7 +193,7 @@ impl SchedulerConnector for MultiScheduler {
             return;
         }
         let known = Request {
-            state: State::Open,
+            load: LoadState::default(),
             offered: Cell::new(None),
         };
         self.requests.insert(request.id.clone(), known);
@@ -225,7 +207,7 @@ impl SchedulerConnector for MultiScheduler {
         let Some(known) = self
             .requests
             .get(request.id)
-            .filter(|known| known.state == State::Open)
+            .filter(|known| known.load.is_open())
         else {
             return Matched::None;
         };
@@ -250,9 +232,8 @@ impl SchedulerConnector for MultiScheduler {
             chosen = Some(noted.or_else(asked).unwrap_or(0));
         }
         match self.requests.get_mut(request.id) {
-            Some(known) if chosen.is_some() => known.state = State::Loading { preempted: false },
-            Some(known) if known.state == State::Open => known.state = State::Declined,
-            Some(_) => {}
+            Some(known) if chosen.is_some() => known.load.begun(),
+            Some(known) => known.load.declined(),
             None => self.stats.unknown += 1,
         }
         if let Some(child) = chosen {
@@ -314,11 +295,7 @@ impl SchedulerConnector for MultiScheduler {
             match self.requests.get_mut(id) {
                 Some(known) => {
                     known.offered.set(None);
-                    known.state = match known.state {
-                        State::Loading { .. } => State::Loading { preempted: true },
-                        State::Failed => State::Failed,
-                        State::Open | State::Declined | State::Loaded => State::Open,
-                    };
+                    known.load.preempted();
                 }
                 None => self.stats.unknown += 1,
             }

@@ -11,27 +11,13 @@ use super::lookup::Lookup;
 use super::plan::{KeyedBlock, Save};
 use super::saves::{Listed, Saves};
 use crate::contract::{NULL_BLOCK, RequestView};
-
-/// Where a request's load stands.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum State {
-    /// What is on disk is offered.
-    Open,
-    /// It was scheduled without a load.
-    Declined,
-    /// A load is under way; the request was preempted meanwhile, or not.
-    Loading { preempted: bool },
-    /// It ended well.
-    Loaded,
-    /// It did not. Final.
-    Failed,
-}
+use crate::load_state::LoadState;
 
 #[derive(Debug)]
 pub(super) struct Request {
     pub(super) chains: Vec<Chain>,
     pub(super) lookup: Arc<Lookup>,
-    pub(super) state: State,
+    pub(super) load: LoadState,
     /// Per group, its blocks in the order of positions, also those that a window has left.
     pub(super) blocks: Vec<Vec<Listed>>,
     /// Per group, the position up to which blocks were saved or passed over.
@@ -83,7 +69,7 @@ impl Request {
                 let block = listed.block;
                 *next += 1;
                 // After a failed load, what the lookup found says nothing any more.
-                let stored = self.state != State::Failed
+                let stored = self.load != LoadState::Failed
                     && self.lookup.has(position * tokens / unit as usize);
                 if block == NULL_BLOCK
                     || stored

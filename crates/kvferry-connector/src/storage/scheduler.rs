@@ -17,7 +17,7 @@ use super::file::Files;
 use super::key::{Chain, namespace};
 use super::lookup::{Known, Lookups};
 use super::plan::{KeyedBlock, Load, Plan};
-use super::request::{Request, State};
+use super::request::Request;
 use super::saves::Saves;
 use super::worker::OpenStorageError;
 use super::{BlockKey, StorageConfig, StorageSchedulerStats};
@@ -26,6 +26,7 @@ use crate::contract::{
     NULL_BLOCK, Received, ReportPart, RequestView, Scheduled, SchedulerConnector, StepPlan,
     StepView,
 };
+use crate::load_state::LoadState;
 
 /// A load at most saves this many tokens where it is not worth the while.
 const TOO_FEW: u32 = 1;
@@ -172,12 +173,7 @@ impl StorageScheduler {
         let Some(request) = self.requests.get_mut(&received.request) else {
             return;
         };
-        let preempted = request.state == State::Loading { preempted: true };
-        request.state = match (ok, preempted) {
-            (true, true) => State::Open,
-            (true, false) => State::Loaded,
-            (false, _) => State::Failed,
-        };
+        request.load.ended(ok);
         if !ok {
             let failed: HashSet<FailedBlock> = received.failed.iter().copied().collect();
             let bad = |&&(group, block, _): &&(u32, u32, usize)| {
@@ -188,7 +184,7 @@ impl StorageScheduler {
                 .map(|&(group, _, position)| (group, position))
                 .collect();
         }
-        if ok && preempted {
+        if request.load.is_open() {
             request.lookup = self.lookups.ask(&request.chains, request.prompt(self.unit));
         }
     }
@@ -256,7 +252,7 @@ impl SchedulerConnector for StorageScheduler {
         let request_state = Request {
             lookup: self.lookups.ask(&chains, prompt),
             chains,
-            state: State::Open,
+            load: LoadState::default(),
             blocks: vec![Vec::new(); groups],
             next: vec![0; groups],
             tainted: HashSet::new(),
@@ -269,7 +265,7 @@ impl SchedulerConnector for StorageScheduler {
             return Matched::None;
         };
         // A prefix that ends inside a block leaves that block to be computed, and all after it.
-        if known.state != State::Open || !computed.is_multiple_of(self.unit) {
+        if !known.load.is_open() || !computed.is_multiple_of(self.unit) {
             return Matched::None;
         }
         let first = (computed / self.unit) as usize;
@@ -306,12 +302,10 @@ impl SchedulerConnector for StorageScheduler {
         let loading = self.loading.contains_key(request.id);
         match self.requests.get_mut(request.id) {
             Some(known) if allocation.external == 0 => {
-                if known.state == State::Open {
-                    known.state = State::Declined;
-                }
+                known.load.declined();
                 return;
             }
-            Some(known) if !loading => known.state = State::Loading { preempted: false },
+            Some(known) if !loading => known.load.begun(),
             Some(_) => {}
             None => self.stats.unknown += 1,
         }
@@ -339,13 +333,8 @@ impl SchedulerConnector for StorageScheduler {
             };
             self.saves.disown(id);
             request.blocks.iter_mut().for_each(Vec::clear);
-            match request.state {
-                State::Loading { .. } => request.state = State::Loading { preempted: true },
-                State::Failed => {}
-                State::Open | State::Declined | State::Loaded => {
-                    request.state = State::Open;
-                    request.lookup = self.lookups.ask(&request.chains, request.prompt(self.unit));
-                }
+            if request.load.preempted() {
+                request.lookup = self.lookups.ask(&request.chains, request.prompt(self.unit));
             }
         }
     }
