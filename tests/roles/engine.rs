@@ -166,6 +166,13 @@ impl EngineChild {
         self.connect_as_if(to, lane, None)
     }
 
+    /// Is told to connect; what comes of it is not heard.
+    pub fn begin_to_connect(&mut self, to: &Packed, lane: &str) {
+        let (to, lane, host) = (to.clone(), lane.into(), None);
+        let order = Order::Connect { to, lane, host };
+        self.child.tell(&serde_json::to_string(&order).unwrap());
+    }
+
     /// Connects to a description whose host is another one.
     pub fn connect_as_if(&mut self, to: &Packed, lane: &str, host: Option<&str>) -> Connected {
         let (to, lane, host) = (to.clone(), lane.into(), host.map(Into::into));

@@ -37,7 +37,7 @@ pub use publisher::{
 pub use reader::{Done, Order, Reader};
 pub use resources::Resources;
 pub use side::{Loaded, SideChild, SideSpec, SideStats, Stepped};
-pub use simulated::{Leg, LegEnd, Simulated, SimulatedChild, Ticked};
+pub use simulated::{Processes, SimulatedChild};
 pub use sleepers::{Answered, Echoed, Many, ReadByAll};
 
 /// Time for the end of an engine in a child.

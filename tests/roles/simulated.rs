@@ -1,114 +1,165 @@
-//! One engine of the simulator, with the real `RemotePrefill` over UCX, which takes the steps it is told to.
+//! Engines of the simulator in processes of their own, with the real `RemotePrefill` over UCX: what a
+//! [`Cluster`](kvferry_sim::Cluster) drives instead of engines in its own process.
 
-use kvferry_connector::contract::{Finish, Params};
 use kvferry_sim::{
-    Carrier, ConnectorFactory, Connectors, EngineConfig, EngineSpec, Faults, Model, NewRequest,
-    RealFactory, SimEngine,
+    Carrier, ClusterEngine, ConnectorFactory, Connectors, Counts, EngineConfig, EngineSpec,
+    Engines, Faults, Model, NewRequest, Output, RealFactory, SimEngine, SimError,
 };
 use kvferry_wire::RequestId;
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::json;
 
-use crate::harness::{Child, Environment, requests, say};
+use crate::harness::{Child, requests, say};
 
 /// The engine to start.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Simulated {
-    /// The engine.
-    pub config: EngineConfig,
-    /// What it computes.
-    pub model: Model,
-}
-
-/// A leg of a request.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Leg {
-    /// Its id.
-    pub id: String,
-    /// Its prompt.
-    pub prompt: Vec<u32>,
-    /// How many tokens it may generate.
-    pub max_tokens: u32,
-    /// Its transfer parameters.
-    pub params: Option<Params>,
-    /// What else its content depends on.
-    pub extra_key: String,
-    /// Whether it is refused before it is admitted.
-    pub rejected: bool,
+pub(super) struct Simulated {
+    config: EngineConfig,
+    model: Model,
+    life: u32,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Order {
-    Add(Leg),
-    Abort(String),
-    Step(u32),
+    Add(NewRequest),
+    Reject(NewRequest),
+    Abort(RequestId),
+    Step,
     End,
 }
 
-/// What came of some steps.
-#[derive(Clone, Debug, Deserialize)]
-pub struct Ticked {
-    /// The rule that was broken; empty for none.
-    pub breach: String,
-    /// Legs that ended.
-    pub ended: Vec<LegEnd>,
-    /// Whether nothing is left to be done.
-    pub idle: bool,
-    /// Tokens loaded from others so far.
-    pub loaded: u64,
+/// What came of an order: the rule that was broken, or nothing.
+type Done = Result<(), String>;
+
+/// What came of a step.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Stepped {
+    progress: Result<bool, String>,
+    outputs: Vec<Output>,
+    parked: Vec<RequestId>,
+    idle: bool,
+    stuck: String,
+    counts: Counts,
 }
 
-/// The end of a leg.
-#[derive(Clone, Debug, Deserialize)]
-pub struct LegEnd {
-    /// Its id.
-    pub id: String,
-    /// What it generated.
-    pub generated: Vec<u32>,
-    /// Whether it ended well.
-    pub well: bool,
-    /// For whoever reads its blocks.
-    pub params: Option<Params>,
-}
-
-/// The engine in a child process, seen from the test.
+/// An engine in a child process.
 pub struct SimulatedChild {
-    /// The process.
-    pub child: Child,
+    name: String,
+    child: Child,
+    last: Stepped,
 }
 
 impl SimulatedChild {
-    /// Starts one.
-    #[must_use]
-    pub fn start(engine: &Simulated, environment: Environment<'_>) -> Self {
-        let child = Child::start("simulated", engine, environment);
-        let ready: Value = child.hear();
-        assert_eq!(ready, json!({ "ready": true }));
-        Self { child }
-    }
-
-    fn order<T: serde::de::DeserializeOwned>(&mut self, order: &Order) -> T {
+    fn order<T: DeserializeOwned>(&mut self, order: &Order) -> T {
         self.child.ask(&serde_json::to_string(order).unwrap())
     }
 
-    /// A leg comes in; the rule that was broken, or nothing.
-    pub fn add(&mut self, leg: Leg) -> String {
-        self.order(&Order::Add(leg))
+    fn broken(&self, reason: String) -> SimError {
+        SimError::Factory {
+            engine: self.name.clone(),
+            source: reason.into(),
+        }
     }
 
-    /// Its client goes away; the rule that was broken, or nothing.
-    pub fn abort(&mut self, id: &str) -> String {
-        self.order(&Order::Abort(id.into()))
+    fn done(&mut self, order: &Order) -> Result<(), SimError> {
+        self.last.idle = false;
+        let done: Done = self.order(order);
+        done.map_err(|reason| self.broken(reason))
+    }
+}
+
+impl ClusterEngine for SimulatedChild {
+    fn add(&mut self, request: NewRequest) -> Result<(), SimError> {
+        self.done(&Order::Add(request))
     }
 
-    /// Takes steps.
-    pub fn step(&mut self, count: u32) -> Ticked {
-        self.order(&Order::Step(count))
+    fn reject(&mut self, request: NewRequest) -> Result<(), SimError> {
+        self.done(&Order::Reject(request))
     }
 
-    /// Compares the end with the start; the rule that was broken, or nothing.
-    pub fn end(&mut self) -> String {
-        self.order(&Order::End)
+    fn abort(&mut self, id: &RequestId) -> Result<(), SimError> {
+        self.done(&Order::Abort(id.clone()))
+    }
+
+    fn step(&mut self) -> Result<bool, SimError> {
+        let mut stepped: Stepped = self.order(&Order::Step);
+        // Those of the step before that nobody has taken yet come first.
+        stepped.outputs.splice(..0, self.last.outputs.drain(..));
+        self.last = stepped;
+        let progress = self.last.progress.clone();
+        progress.map_err(|reason| self.broken(reason))
+    }
+
+    fn take_outputs(&mut self) -> Vec<Output> {
+        std::mem::take(&mut self.last.outputs)
+    }
+
+    fn is_parked(&self, id: &RequestId) -> bool {
+        self.last.parked.contains(id)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.last.idle
+    }
+
+    fn counts(&self) -> Counts {
+        self.last.counts
+    }
+
+    fn stuck(&self) -> SimError {
+        self.broken(self.last.stuck.clone())
+    }
+
+    fn check_end(&mut self) -> Result<(), SimError> {
+        self.done(&Order::End)?;
+        self.child.finish_well();
+        Ok(())
+    }
+}
+
+/// Starts each engine as a process of its own, and ends it by killing that.
+#[derive(Debug, Default)]
+pub struct Processes;
+
+impl Engines for Processes {
+    type Engine = SimulatedChild;
+
+    fn start(&mut self, spec: &EngineSpec<'_>) -> Result<SimulatedChild, SimError> {
+        let engine = Simulated {
+            config: spec.config.clone(),
+            model: spec.model.clone(),
+            life: spec.life,
+        };
+        let child = Child::start("simulated", &engine, &[("UCX_NET_DEVICES", Some("lo"))]);
+        let child = SimulatedChild {
+            name: spec.config.name.clone(),
+            last: Stepped {
+                progress: Ok(false),
+                outputs: Vec::new(),
+                parked: Vec::new(),
+                idle: true,
+                stuck: String::new(),
+                counts: Counts::default(),
+            },
+            child,
+        };
+        let ready: Done = child.child.hear();
+        ready.map_err(|reason| child.broken(reason))?;
+        Ok(child)
+    }
+
+    fn stop(&mut self, _spec: &EngineSpec<'_>, mut engine: SimulatedChild) {
+        engine.child.kill();
+    }
+
+    fn turn(&mut self, _tick: u64) {}
+
+    fn after_turn(&mut self, progress: bool) {
+        if !progress {
+            // Loads and leases end on threads of other processes.
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
     }
 }
 
@@ -122,66 +173,35 @@ pub(super) fn run(simulated: &Simulated) {
     let spec = EngineSpec {
         config: &simulated.config,
         model: &simulated.model,
-        life: 0,
+        life: simulated.life,
     };
     let halves = factory.build(&spec).unwrap();
     let mut engine = SimEngine::new(simulated.config.clone(), &simulated.model, halves).unwrap();
     factory.registered(&spec).unwrap();
-    say(&json!({ "ready": true }));
+    say(&json!(Done::Ok(())));
     for order in requests() {
-        let answer = match serde_json::from_str(&order).unwrap() {
-            Order::Add(leg) => {
-                let new = NewRequest {
-                    id: RequestId::new(leg.id).unwrap(),
-                    prompt: leg.prompt,
-                    max_tokens: leg.max_tokens,
-                    params: leg.params,
-                    extra_key: leg.extra_key,
-                };
-                let done = if leg.rejected {
-                    engine.reject(new)
-                } else {
-                    engine.add(new)
-                };
-                json!(words(done))
+        let done = match serde_json::from_str(&order).unwrap() {
+            Order::Add(request) => engine.add(request),
+            Order::Reject(request) => engine.reject(request),
+            Order::Abort(id) => engine.abort(&id),
+            Order::End => engine.check_end(),
+            Order::Step => {
+                say(&json!(step(&mut engine)));
+                continue;
             }
-            Order::Abort(id) => json!(words(engine.abort(&RequestId::new(id).unwrap()))),
-            Order::Step(count) => step(&mut engine, count),
-            Order::End => json!(words(engine.check_end())),
         };
-        say(&answer);
+        say(&json!(done.map_err(|breach| breach.to_string())));
     }
 }
 
-fn words(done: Result<(), kvferry_sim::Breach>) -> String {
-    done.err()
-        .map_or(String::new(), |breach| breach.to_string())
-}
-
-fn step(engine: &mut SimEngine, count: u32) -> Value {
-    let mut breach = String::new();
-    for _ in 0..count {
-        if let Err(broken) = engine.step() {
-            breach = broken.to_string();
-            break;
-        }
+fn step(engine: &mut SimEngine) -> Stepped {
+    let progress = engine.step().map_err(|breach| breach.to_string());
+    Stepped {
+        progress,
+        outputs: engine.take_outputs(),
+        parked: engine.scheduler().parked().cloned().collect(),
+        idle: engine.is_idle(),
+        stuck: engine.stuck().to_string(),
+        counts: engine.scheduler().counts(),
     }
-    let ended: Vec<Value> = engine
-        .take_outputs()
-        .into_iter()
-        .map(|output| {
-            json!({
-                "id": output.id.as_str(),
-                "generated": output.generated,
-                "well": matches!(output.how, Finish::Stopped | Finish::Length),
-                "params": output.params,
-            })
-        })
-        .collect();
-    json!({
-        "breach": breach,
-        "ended": ended,
-        "idle": engine.is_idle(),
-        "loaded": engine.scheduler().counts().loaded_tokens,
-    })
 }

@@ -7,6 +7,7 @@ mod corpus;
 mod ends;
 mod idle;
 mod intruder;
+mod killed;
 mod lives;
 mod memory;
 mod messages;
@@ -44,6 +45,7 @@ fn main() -> std::process::ExitCode {
     cases.extend(prefill::cases());
     cases.extend(simulated::cases());
     cases.extend(replaced::cases());
+    cases.extend(killed::cases());
     cases.extend(lives::cases());
     cases.extend(withdraw::cases());
     cases.extend(corpus::cases());

@@ -412,7 +412,7 @@ impl SimEngine {
     /// What an engine is that makes no progress.
     #[must_use]
     pub fn stuck(&self) -> Breach {
-        let parked = self.scheduler.parked();
+        let parked = self.scheduler.parked().count();
         self.breach(Violation::Stuck {
             waiting: self.scheduler.live(),
             parked,

@@ -26,7 +26,9 @@ mod trace;
 mod violation;
 mod workload;
 
-pub use cluster::{Cluster, ConnectorFactory, EngineSpec, FactoryError, Outcome, Patience};
+pub use cluster::{
+    Cluster, ClusterEngine, ConnectorFactory, EngineSpec, Engines, FactoryError, Outcome, Patience,
+};
 pub use config::{EngineConfig, FailurePolicy, Role, SchedulerConfig};
 pub use connectors::{Carrier, Connectors, RealFactory};
 pub use engine::{Halves, SimEngine};

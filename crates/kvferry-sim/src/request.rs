@@ -4,11 +4,12 @@ use std::time::Instant;
 
 use kvferry_connector::contract::{Finish, Params, RequestView};
 use kvferry_wire::RequestId;
+use serde::{Deserialize, Serialize};
 
 use crate::model::Model;
 
 /// A request that comes in.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct NewRequest {
     /// Its id, not used in this engine before.
     pub id: RequestId,
@@ -23,7 +24,7 @@ pub struct NewRequest {
 }
 
 /// A request that ended.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Output {
     /// Its id.
     pub id: RequestId,

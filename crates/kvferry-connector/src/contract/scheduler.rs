@@ -1,6 +1,7 @@
 //! The scheduler half, and what it is shown of requests and steps.
 
 use kvferry_wire::RequestId;
+use serde::{Deserialize, Serialize};
 
 use super::{Aggregated, Matched, StepPlan};
 
@@ -73,7 +74,8 @@ pub struct StepView<'a> {
 }
 
 /// How a request ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Finish {
     /// It stopped by itself.
     Stopped,

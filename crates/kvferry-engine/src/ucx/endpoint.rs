@@ -4,13 +4,10 @@ use std::ffi::c_void;
 use std::fmt;
 use std::rc::Rc;
 
-use ucx_sys::{
-    UCP_EP_CLOSE_FLAG_FORCE, UCS_MEMORY_TYPE_HOST, UCS_OK, ucp_ep_close_nbx, ucp_ep_h,
-    ucp_err_handler_t,
-};
+use ucx_sys::{UCP_EP_CLOSE_FLAG_FORCE, UCS_OK, ucp_ep_close_nbx, ucp_ep_h, ucp_err_handler_t};
 
 use super::callbacks::{EndpointRecord, Mailbox, on_endpoint_failure};
-use super::operations::{Operation, Operations, Submitted};
+use super::operations::{How, Operation, Operations, Submitted};
 use super::status;
 use super::worker::Worker;
 use crate::error::FabricError;
@@ -85,15 +82,11 @@ impl Link {
             endpoint,
             side: self.side,
         };
-        let submitted = operations.submit(
-            close,
-            UCP_EP_CLOSE_FLAG_FORCE,
-            UCS_MEMORY_TYPE_HOST,
-            |_, param| {
-                // SAFETY: the endpoint is live: it is closed once, as its `Endpoint` sees to.
-                unsafe { ucp_ep_close_nbx(self.handle, param) }
-            },
-        );
+        let how = How::host(UCP_EP_CLOSE_FLAG_FORCE);
+        let submitted = operations.submit(close, how, |_, param| {
+            // SAFETY: the endpoint is live: it is closed once, as its `Endpoint` sees to.
+            unsafe { ucp_ep_close_nbx(self.handle, param) }
+        });
         match submitted {
             Submitted::Pending => true,
             Submitted::Ended(_, result) => {

@@ -9,16 +9,16 @@ use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use kvferry_wire::Addresses;
-use ucx_sys::{UCP_AM_SEND_FLAG_EAGER, UCS_MEMORY_TYPE_HOST, UCS_OK, ucp_am_send_nbx, ucp_get_nbx};
+use ucx_sys::{UCS_OK, ucp_get_nbx};
 
 use super::UcxFabric;
 use super::endpoint::{Endpoint, Link, Phase, Side};
 use super::memory::memory_type;
-use super::operations::{Operation, Submitted};
+use super::operations::{How, Operation, Submitted};
 use super::report::{Nobody, no_native_reads, report, shut_down};
-use super::worker::{MESSAGE_ID, Worker};
+use super::worker::Worker;
 use super::workers::Workers;
-use super::{status, transports};
+use super::{opening, status, transports};
 use crate::fabric::{
     Armed, Capabilities, EndpointId, Fabric, FabricError, KeyId, NativeReads, Posted,
     ReadOperation, ReadToken, RegionHandle, Registered, SendBuffer, Sink,
@@ -74,6 +74,9 @@ impl Fabric for UcxFabric {
                 .map_err(|error| format!("no endpoint to the peer's data context: {error}")),
             None => Err("there is no data context on both sides".to_owned()),
         };
+        if opening::is_needed(&message) {
+            self.opening.begin(endpoint);
+        }
         self.endpoints
             .insert(endpoint, Endpoint::new(message, data));
         Ok(())
@@ -111,48 +114,7 @@ impl Fabric for UcxFabric {
         endpoint: EndpointId,
         buffer: SendBuffer,
     ) -> Result<Posted<SendBuffer>, (SendBuffer, FabricError)> {
-        const CALL: &str = "ucp_am_send_nbx";
-        let (found, operations, _) = match self.open(CALL, endpoint) {
-            Ok(open) => open,
-            Err(error) => return Err((buffer, error)),
-        };
-        let Some(link) = found.message.as_ref().map(Link::handle) else {
-            return Err((
-                buffer,
-                FabricError::new(CALL, "the endpoint is being closed"),
-            ));
-        };
-        let send = Operation::Send { endpoint, buffer };
-        let submitted = operations.submit(
-            send,
-            UCP_AM_SEND_FLAG_EAGER,
-            UCS_MEMORY_TYPE_HOST,
-            |send, param| {
-                let segment = match send {
-                    Operation::Send { buffer, .. } => buffer.segment(),
-                    Operation::Orphan { .. } | Operation::Read { .. } | Operation::Close { .. } => {
-                        &[]
-                    }
-                };
-                let (bytes, count) = (segment.as_ptr().cast(), segment.len());
-                // SAFETY: the endpoint is open. The bytes are in their place and are not moved,
-                // changed or dropped before the operation has ended. There is no header.
-                unsafe {
-                    ucp_am_send_nbx(link, MESSAGE_ID, std::ptr::null(), 0, bytes, count, param)
-                }
-            },
-        );
-        match submitted {
-            Submitted::Ended(Operation::Send { buffer, .. }, UCS_OK) => Ok(Posted::Done(buffer)),
-            Submitted::Ended(Operation::Send { buffer, .. }, failed) => {
-                Err((buffer, status::error(CALL, failed)))
-            }
-            Submitted::Ended(..) | Submitted::Pending => {
-                found.pending += 1;
-                found.sends += 1;
-                Ok(Posted::Pending)
-            }
-        }
+        self.send_segment(endpoint, buffer)
     }
 
     fn import_key(&mut self, endpoint: EndpointId, key: &[u8]) -> Result<KeyId, FabricError> {
@@ -194,7 +156,11 @@ impl Fabric for UcxFabric {
         let kind = memory_type(operation.local.kind());
         let bytes = operation.bytes as usize;
         let read = Operation::Read { endpoint, token };
-        let submitted = operations.submit(read, 0, kind, |_, param| {
+        let how = How {
+            memory: kind,
+            ..How::host(0)
+        };
+        let submitted = operations.submit(read, how, |_, param| {
             // SAFETY: the endpoint is open and the key is one of its own. The local bytes are inside
             // their region (checked), which the caller keeps until the report.
             unsafe {
@@ -303,6 +269,7 @@ impl Fabric for UcxFabric {
             busy = true;
             self.handle(event, sink);
         }
+        busy |= self.try_opening(sink);
         if self.copiers.progress(sink) {
             busy = true;
             self.closing.append(&mut self.copying);
@@ -317,6 +284,7 @@ impl Fabric for UcxFabric {
         let idle = self.mailbox.is_empty()
             && self.closing.is_empty()
             && self.orphaned.is_empty()
+            && self.unsent.is_empty()
             && workers.iter().all(Worker::arm)
             && self.mailbox.is_empty()
             && self.copiers.arm() == Armed::Idle;

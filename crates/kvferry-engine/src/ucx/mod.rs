@@ -21,9 +21,11 @@ mod log;
 mod memlock;
 mod memory;
 mod native;
+mod opening;
 mod operations;
 mod report;
 mod sealed;
+mod sending;
 mod settings;
 mod shared_memory;
 mod status;
@@ -45,6 +47,7 @@ use self::endpoint::{Endpoint, Phase, Side};
 use self::lingering::Lingering;
 use self::memory::Memory;
 use self::native::DataPlan;
+use self::opening::Opening;
 use self::operations::{Operation, Operations};
 use self::report::report;
 use self::sealed::Sealed;
@@ -73,6 +76,10 @@ pub struct UcxFabric {
     memory: Memory,
     operations: Operations,
     copiers: Copiers,
+    /// Sends that wait for a connection.
+    opening: Opening,
+    /// Those of them whose endpoint was closed, and that were not reported.
+    unsent: Vec<(EndpointId, SendBuffer)>,
     /// Message sides of closed endpoints.
     lingering: Lingering,
     /// Sends that went with them and were not reported.
@@ -150,6 +157,8 @@ impl UcxFabric {
             operations: Operations::new(Rc::clone(&mailbox)),
             copiers: Copiers::new()?,
             lingering: Lingering::default(),
+            opening: Opening::default(),
+            unsent: Vec::new(),
             orphaned: Vec::new(),
             copying: Vec::new(),
             mailbox,
@@ -298,6 +307,7 @@ impl UcxFabric {
     }
 
     fn close_by_force(&mut self, endpoint: EndpointId) {
+        self.give_up_opening(endpoint);
         let Some(found) = self.endpoints.get_mut(&endpoint) else {
             return;
         };

@@ -8,8 +8,9 @@ use std::rc::Rc;
 
 use ucx_sys::{
     UCP_OP_ATTR_FIELD_CALLBACK, UCP_OP_ATTR_FIELD_FLAGS, UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-    UCP_OP_ATTR_FIELD_USER_DATA, UCS_OK, ucp_request_param_t, ucp_request_param_t__bindgen_ty_1,
-    ucs_memory_type_t, ucs_status_ptr_t, ucs_status_t,
+    UCP_OP_ATTR_FIELD_USER_DATA, UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL, UCS_MEMORY_TYPE_HOST, UCS_OK,
+    ucp_request_param_t, ucp_request_param_t__bindgen_ty_1, ucs_memory_type_t, ucs_status_ptr_t,
+    ucs_status_t,
 };
 
 use super::callbacks::{Mailbox, OperationRecord, on_operation_end};
@@ -46,6 +47,36 @@ impl Operation {
             | Self::Orphan { endpoint, .. }
             | Self::Read { endpoint, .. }
             | Self::Close { endpoint, .. } => *endpoint,
+        }
+    }
+}
+
+/// How an operation is handed to UCX.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct How {
+    /// The call's flags.
+    pub(super) flags: u32,
+    /// What kind of memory it works on.
+    pub(super) memory: ucs_memory_type_t,
+    /// `UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL`, or nothing.
+    pub(super) only: u32,
+}
+
+impl How {
+    /// As the flags say, on host memory.
+    pub(super) const fn host(flags: u32) -> Self {
+        Self {
+            flags,
+            memory: UCS_MEMORY_TYPE_HOST,
+            only: 0,
+        }
+    }
+
+    /// At once or not at all: `UCS_ERR_NO_RESOURCE` if it cannot be.
+    pub(super) const fn at_once(self) -> Self {
+        Self {
+            only: UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL,
+            ..self
         }
     }
 }
@@ -89,8 +120,7 @@ impl Operations {
     pub(super) fn submit(
         &mut self,
         operation: Operation,
-        flags: u32,
-        memory: ucs_memory_type_t,
+        how: How,
         post: impl FnOnce(&Operation, *const ucp_request_param_t) -> ucs_status_ptr_t,
     ) -> Submitted {
         let index = self.free.pop().unwrap_or_else(|| self.grow());
@@ -99,13 +129,14 @@ impl Operations {
             op_attr_mask: UCP_OP_ATTR_FIELD_CALLBACK
                 | UCP_OP_ATTR_FIELD_USER_DATA
                 | UCP_OP_ATTR_FIELD_FLAGS
-                | UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-            flags,
+                | UCP_OP_ATTR_FIELD_MEMORY_TYPE
+                | how.only,
+            flags: how.flags,
             cb: ucp_request_param_t__bindgen_ty_1 {
                 send: Some(on_operation_end),
             },
             user_data: Rc::as_ptr(&slot.record).cast::<c_void>().cast_mut(),
-            memory_type: memory,
+            memory_type: how.memory,
             ..Default::default()
         };
         let operation = slot.operation.insert(operation);

@@ -7,15 +7,12 @@ mod endings;
 mod harness;
 
 use self::harness::{LIMIT, Node, buffer, bytes_of, pattern, region, until};
-use super::operations::Submitted;
+use super::operations::{How, Submitted};
 use super::worker::MESSAGE_ID;
 use super::*;
 use crate::fabric::{Armed, Fabric, KeyId, Posted, ReadOperation, ReadToken};
 use crate::memory::MemoryRegion;
-use ucx_sys::{
-    UCP_AM_SEND_FLAG_EAGER, UCP_AM_SEND_FLAG_RNDV, UCS_MEMORY_TYPE_HOST, kvf_ep_text,
-    ucp_am_send_nbx,
-};
+use ucx_sys::{UCP_AM_SEND_FLAG_EAGER, UCP_AM_SEND_FLAG_RNDV, kvf_ep_text, ucp_am_send_nbx};
 
 #[test]
 fn segments_of_every_size_arrive_whole() {
@@ -148,6 +145,23 @@ fn reader_and_source(bytes: usize) -> (Node, Node, MemoryRegion, EndpointId, Key
         "messages over tcp/lo, data over tcp/lo"
     );
     let key = a.fabric.import_key(to_b, &key).unwrap();
+    // 1.13 aborts a process that ends, or whose peer does, while it answers the peer's first read.
+    let target = region(1);
+    let local_handle = a.fabric.register(&target).unwrap().handle;
+    let first = ReadOperation {
+        key,
+        remote_address: source.address(),
+        local: &target,
+        local_handle,
+        local_offset: 0,
+        bytes: 1,
+    };
+    a.read(to_b, 0, &first).unwrap();
+    until(&mut [&mut a, &mut b], "the first byte", |nodes| {
+        nodes[0].sink.reads.len() == 1
+    });
+    a.fabric.deregister(local_handle);
+    a.sink.reads.clear();
     (a, b, source, to_b, key)
 }
 
@@ -379,17 +393,15 @@ fn foreign_messages_are_protocol_errors() {
             endpoint: to_b,
             buffer: buffer(&bytes),
         };
-        let submitted =
-            a.fabric
-                .operations
-                .submit(send, flags, UCS_MEMORY_TYPE_HOST, |_, param| {
-                    let (start, count) = (bytes.as_ptr().cast(), bytes.len());
-                    let (header, length) = (header.as_ptr().cast(), header.len());
-                    // SAFETY: the endpoint is open; bytes and header outlive the test's waiting below.
-                    unsafe {
-                        ucp_am_send_nbx(link, MESSAGE_ID, header, length, start, count, param)
-                    }
-                });
+        let submitted = a
+            .fabric
+            .operations
+            .submit(send, How::host(flags), |_, param| {
+                let (start, count) = (bytes.as_ptr().cast(), bytes.len());
+                let (header, length) = (header.as_ptr().cast(), header.len());
+                // SAFETY: the endpoint is open; bytes and header outlive the test's waiting below.
+                unsafe { ucp_am_send_nbx(link, MESSAGE_ID, header, length, start, count, param) }
+            });
         if let Submitted::Pending = submitted {
             a.fabric.endpoints.get_mut(&to_b).unwrap().pending += 1;
         }

@@ -4,14 +4,17 @@
 //! `do_remote_decode` and one token, a second leg with whatever the first one returned), clients go
 //! away, engines restart. Judges every request's end: the right tokens, or an explicit failure.
 
+mod engines;
 mod router;
+
+pub use engines::{ClusterEngine, Engines};
 
 use std::time::{Duration, Instant};
 
 use kvferry_wire::RequestId;
 
 use crate::config::EngineConfig;
-use crate::engine::{Halves, SimEngine};
+use crate::engine::Halves;
 use crate::model::Model;
 use crate::report::Report;
 use crate::scheduler::Counts;
@@ -107,34 +110,34 @@ struct Client {
     stage: Stage,
 }
 
-struct Slot {
+struct Slot<E> {
     config: EngineConfig,
-    engine: Option<SimEngine>,
+    engine: Option<E>,
     life: u32,
     /// Of lives that are over.
     counts: Counts,
 }
 
 /// Engines and clients.
-pub struct Cluster<'f> {
+pub struct Cluster<'f, F: Engines + ?Sized> {
     scenario: Scenario,
     patience: Patience,
-    factory: &'f mut dyn ConnectorFactory,
-    slots: Vec<Slot>,
+    factory: &'f mut F,
+    slots: Vec<Slot<F::Engine>>,
     clients: Vec<Client>,
     tick: u64,
     restarts: u32,
 }
 
-impl<'f> Cluster<'f> {
-    /// Makes the engines and their connectors.
+impl<'f, F: Engines + ?Sized> Cluster<'f, F> {
+    /// Starts the engines.
     ///
     /// # Errors
     /// A configuration, memory, or a connector that could not be made.
     pub fn new(
         scenario: Scenario,
         patience: Patience,
-        factory: &'f mut dyn ConnectorFactory,
+        factory: &'f mut F,
     ) -> Result<Self, SimError> {
         check(&scenario)?;
         let clients = scenario.requests.iter().map(|request| Client {
@@ -168,14 +171,7 @@ impl<'f> Cluster<'f> {
             model: &self.scenario.model,
             life: slot.life,
         };
-        let failed = |source| SimError::Factory {
-            engine: slot.config.name.clone(),
-            source,
-        };
-        let halves = self.factory.build(&spec).map_err(failed)?;
-        let engine = SimEngine::new(slot.config.clone(), &self.scenario.model, halves)?;
-        self.factory.registered(&spec).map_err(failed)?;
-        slot.engine = Some(engine);
+        slot.engine = Some(self.factory.start(&spec)?);
         Ok(())
     }
 
@@ -200,25 +196,24 @@ impl<'f> Cluster<'f> {
                     let left = self.clients.len() - ended;
                     return Err(self.breach(Violation::NoEnd { turns: busy, left }).into());
                 }
-                self.factory.busy();
+                self.factory.after_turn(true);
                 continue;
             }
-            self.factory.idle();
+            self.factory.after_turn(false);
             let (tick, time) = *idle_since.get_or_insert_with(|| (self.tick, Instant::now()));
             if self.tick - tick > self.patience.idle_ticks && time.elapsed() >= self.patience.time {
-                let engines = self.slots.iter().filter_map(|slot| slot.engine.as_ref());
-                return Err(engines
-                    .filter(|engine| !engine.is_idle())
-                    .map(SimEngine::stuck)
-                    .next()
-                    .unwrap_or_else(|| self.breach(Violation::Simulator("no client is served")))
-                    .into());
+                let stuck = self.engines().find(|engine| !engine.is_idle());
+                return Err(stuck.map(F::Engine::stuck).unwrap_or_else(|| {
+                    let violation = Violation::Simulator("no client is served");
+                    self.breach(violation).into()
+                }));
             }
         }
-        for engine in self.slots.iter().filter_map(|slot| slot.engine.as_ref()) {
-            engine.check_end()?;
-        }
-        Ok(())
+        let mut engines = self
+            .slots
+            .iter_mut()
+            .filter_map(|slot| slot.engine.as_mut());
+        engines.try_for_each(F::Engine::check_end)
     }
 
     fn ended(&self) -> usize {
@@ -228,7 +223,7 @@ impl<'f> Cluster<'f> {
 
     fn is_over(&self) -> bool {
         let mut engines = self.engines();
-        self.ended() == self.clients.len() && engines.all(SimEngine::is_idle)
+        self.ended() == self.clients.len() && engines.all(F::Engine::is_idle)
     }
 
     fn breach(&self, violation: Violation) -> Breach {
@@ -245,7 +240,7 @@ impl<'f> Cluster<'f> {
     /// As [`run`](Self::run).
     pub fn turn(&mut self) -> Result<bool, SimError> {
         self.tick += 1;
-        self.factory.tick(self.tick);
+        self.factory.turn(self.tick);
         let mut progress = self.arrive()?;
         progress |= self.go_away()?;
         let due = |restart: &&crate::workload::Restart| restart.tick == self.tick;
@@ -273,9 +268,9 @@ impl<'f> Cluster<'f> {
             model: &self.scenario.model,
             life: slot.life,
         };
-        self.factory.stopping(&spec);
         if let Some(engine) = slot.engine.take() {
-            slot.counts = slot.counts.plus(engine.scheduler().counts());
+            slot.counts = slot.counts.plus(engine.counts());
+            self.factory.stop(&spec, engine);
         }
         slot.life += 1;
         self.restarts += 1;
@@ -296,7 +291,7 @@ impl<'f> Cluster<'f> {
     }
 
     /// The engines, to look at.
-    pub fn engines(&self) -> impl Iterator<Item = &SimEngine> {
+    pub fn engines(&self) -> impl Iterator<Item = &F::Engine> {
         self.slots.iter().filter_map(|slot| slot.engine.as_ref())
     }
 
@@ -322,11 +317,8 @@ impl<'f> Cluster<'f> {
             digest.update(format!("{outcome:?}").as_bytes());
         }
         report.digest = digest.digest();
-        let engine = |slot: &Slot| {
-            let now = slot
-                .engine
-                .as_ref()
-                .map(|engine| engine.scheduler().counts());
+        let engine = |slot: &Slot<F::Engine>| {
+            let now = slot.engine.as_ref().map(F::Engine::counts);
             (
                 slot.config.name.clone(),
                 slot.counts.plus(now.unwrap_or_default()),

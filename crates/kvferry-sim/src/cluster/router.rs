@@ -4,12 +4,12 @@ use kvferry_connector::contract::{Finish, Params};
 use kvferry_wire::RequestId;
 use serde_json::{Value, json};
 
-use super::{Client, Cluster, Outcome, Stage};
-use crate::request::{NewRequest, Output, State};
+use super::{Client, Cluster, ClusterEngine, Engines, Outcome, Stage};
+use crate::request::{NewRequest, Output};
 use crate::violation::{SimError, Violation};
 use crate::workload::{Abort, Route};
 
-impl Cluster<'_> {
+impl<F: Engines + ?Sized> Cluster<'_, F> {
     pub(super) fn arrive(&mut self) -> Result<bool, SimError> {
         let mut came = false;
         for place in 0..self.clients.len() {
@@ -69,7 +69,7 @@ impl Cluster<'_> {
         };
         if rejected {
             client.stage = Stage::Ended(Outcome::Aborted);
-            return Ok(engine.reject(new)?);
+            return engine.reject(new);
         }
         engine.add(new)?;
         if request.abort == Some(Abort::After(0)) {
@@ -98,7 +98,7 @@ impl Cluster<'_> {
             let due = match client.request.abort {
                 Some(Abort::After(ticks)) => self.tick >= client.request.arrival + u64::from(ticks),
                 Some(Abort::WhileLoading(ticks)) => {
-                    if engine.scheduler().state(id) == Some(State::Parked) {
+                    if engine.is_parked(id) {
                         parked_since.get_or_insert(self.tick);
                     }
                     parked_since.is_some_and(|since| self.tick >= since + u64::from(ticks))

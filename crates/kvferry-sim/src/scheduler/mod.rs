@@ -294,12 +294,12 @@ impl Scheduler {
     }
 
     /// Requests that wait for a load.
-    #[must_use]
-    pub fn parked(&self) -> usize {
+    pub fn parked(&self) -> impl Iterator<Item = &RequestId> {
+        let parked = |request: &&Request| request.state == State::Parked;
         self.requests
             .values()
-            .filter(|request| request.state == State::Parked)
-            .count()
+            .filter(parked)
+            .map(|request| &request.id)
     }
 
     /// Counts since the start.

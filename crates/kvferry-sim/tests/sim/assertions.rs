@@ -17,7 +17,7 @@ fn parked() -> (Puppet, SimEngine) {
     puppet.offer_async(8);
     engine.add(request("a", 10, 2)).unwrap();
     engine.step().unwrap();
-    assert_eq!(engine.scheduler().parked(), 1);
+    assert_eq!(engine.scheduler().parked().count(), 1);
     (puppet, engine)
 }
 
@@ -160,7 +160,7 @@ fn c91_an_offer_after_two_failed_loads() {
     engine.add(request("a", 10, 2)).unwrap();
     for _ in 0..2 {
         engine.step().unwrap();
-        assert_eq!(engine.scheduler().parked(), 1);
+        assert_eq!(engine.scheduler().parked().count(), 1);
         puppet.received(&id("a"), Some(&[]));
         engine.step().unwrap();
     }
