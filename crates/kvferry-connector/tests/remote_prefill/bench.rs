@@ -32,6 +32,15 @@ pub(crate) fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
 }
 
+/// Waits for something that happens without steps.
+pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !happened() {
+        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
 /// What carries the engines.
 #[derive(Clone)]
 pub(crate) enum Fabric {
@@ -315,6 +324,12 @@ impl Side {
             external,
         };
         self.scheduler.after_alloc(&request.view(), &allocation);
+    }
+
+    /// Renewals that a rank has answered. From the first one on, the reader's side is connected too.
+    pub(crate) fn renewed(&self, rank: usize) -> u64 {
+        let leases = self.workers[rank].lease_snapshot(PATIENCE).unwrap();
+        leases.counters.renewed
     }
 
     /// Writes blocks in every layer of every rank: the byte, one more per block, and the rank on top.

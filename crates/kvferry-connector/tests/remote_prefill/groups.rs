@@ -1,6 +1,6 @@
 //! Loads in several parts, cache groups and ranks, of which one fails: what is named, and when it is told.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvferry_connector::contract::{
     FailedBlock, LoadFailure, Params, Received, SchedulerConnector, WorkerConnector,
@@ -10,7 +10,7 @@ use kvferry_engine::fabric::{Fault, FaultControl, FaultRates};
 use kvferry_engine::{EngineConfig, LoopbackNetwork};
 use serde_json::json;
 
-use crate::bench::{Fabric, PATIENCE, Request, Setup, Side, config};
+use crate::bench::{Fabric, PATIENCE, Request, Setup, Side, config, until};
 
 /// Bytes of a block in one layer.
 const BYTES: u64 = 4096;
@@ -99,14 +99,6 @@ fn all_of(blocks: &[Vec<u32>]) -> Vec<FailedBlock> {
     all
 }
 
-fn until(what: &str, mut happened: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !happened() {
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// C25, C44: of a request's two groups one is refused while the other is under way. Nothing is reported until
 /// that one is quiet; then this request alone has failed, with the blocks of both groups by their names.
 #[test]
@@ -134,8 +126,7 @@ fn c25_a_refused_group_is_told_when_its_sibling_is_quiet() {
         consumer.scheduler.on_new_request(&request.view());
     }
     consumer.step(&[]);
-    let peers = |side: &Side| side.workers[0].engine().counters().peers_connected;
-    until("a connection", || peers(&producer) == 1);
+    until("both renewals", || producer.renewed(0) >= 2);
     control.stall();
     for ((request, _), blocks) in offers.iter().zip(&here) {
         let matched = consumer.scheduler.matched_tokens(&request.view(), 0);
@@ -259,9 +250,9 @@ fn c25_a_rank_that_fails_is_told_when_the_other_is_over() {
         let request = Request::new("d", PROMPT, Some(params));
         consumer.scheduler.on_new_request(&request.view());
         consumer.step(&[]);
-        let connected = |side: &Side, rank: usize| side.workers[rank].engine().counters();
-        until("both connections", || {
-            [0, 1].map(|rank| connected(&producer, rank).peers_connected) == [2, 2]
+        // Each rank holds the lease at both.
+        until("every renewal", || {
+            producer.renewed(0) >= 2 && producer.renewed(1) >= 2
         });
         control.stall();
         if first_fails {
