@@ -109,6 +109,7 @@ fn c29_references_that_do_not_hold_are_failures() {
 fn c85_another_engine_at_the_address_is_refused() {
     let fabric = Fabric::loopback();
     let (mut producer, mut consumer) = pair(&fabric);
+    let kept = keep_log();
     let other = Side::new(&config("stranger", Role::Producer), &fabric);
     let prefilled = Request::export("p", 32);
     let mut params = producer.prefill(&prefilled, &[2, 3], 1);
@@ -121,6 +122,16 @@ fn c85_another_engine_at_the_address_is_refused() {
         Some(LoadFailure::Rejected)
     );
     assert_eq!(consumer.touched(&[8, 9]), 0);
+    let log = kept.text();
+    let line = log.lines().find(|line| line.contains("not connected"));
+    let line = line.unwrap();
+    for named in [
+        format!("127.0.0.1:{port}"),
+        "stranger".into(),
+        "prefill".into(),
+    ] {
+        assert!(line.contains(&named), "{named}: {line}");
+    }
 }
 
 /// C18, C92: a producer that is gone is a failed load, once, and within the time to connect.
@@ -203,9 +214,13 @@ impl std::io::Write for Kept {
 }
 
 impl Kept {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+
     /// Warnings of connectors without their values, and how often each was written.
     fn lines(&self) -> BTreeMap<String, usize> {
-        let log = String::from_utf8(self.0.lock().unwrap().clone()).unwrap();
+        let log = self.text();
         let mut lines = BTreeMap::new();
         for line in log
             .lines()
