@@ -100,7 +100,7 @@ fn c29_references_that_do_not_hold_are_failures(lane: &'static str) {
     stale["kvferry"]["epoch"] = json!(1);
     let mut foreign = held.clone();
     foreign["kvferry"]["instance"] = json!("0123456789abcdef0123456789abcdef");
-    let mut outside = held.clone();
+    let mut outside = held;
     outside["remote_block_ids"][0][9] = json!(5000);
     for (name, params, failure) in [
         ("consumed", &params, "lease"),
