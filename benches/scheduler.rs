@@ -1,14 +1,16 @@
-//! What a scheduler's step pays for `RemotePrefill`: the hooks of one request, and an empty step.
+//! What a scheduler's step pays for `RemotePrefill`: the hooks of one request, an empty step, and what is asked in
+//! every step while many requests are held or wait.
 #![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use kvferry_connector::contract::{
-    Allocation, Finish, FinishedRequest, GroupBlocks, Params, RequestView, Scheduled,
-    SchedulerConnector, StepView,
+    Aggregated, Allocation, Finish, FinishedRequest, GroupBlocks, Params, ReportPart, RequestView,
+    Scheduled, SchedulerConnector, StepPlan, StepView,
 };
-use kvferry_connector::remote::{RemoteConfig, RemoteScheduler};
+use kvferry_connector::lease::End;
+use kvferry_connector::remote::{RemoteConfig, RemoteScheduler, Report};
 use kvferry_wire::params::{RemoteOffer, Source};
 use kvferry_wire::{EngineId, Epoch, Instance, LeaseId, RequestId};
 
@@ -21,6 +23,11 @@ fn half() -> RemoteScheduler {
 }
 
 fn offer(blocks: &[u32]) -> Params {
+    offer_of(blocks, BLOCKS)
+}
+
+/// An offer of so many blocks' tokens.
+fn offer_of(blocks: &[u32], count: u32) -> Params {
     let offer = RemoteOffer {
         lease: LeaseId {
             instance: Instance::random().unwrap(),
@@ -32,7 +39,7 @@ fn offer(blocks: &[u32]) -> Params {
             directory: String::new(),
             ranks: 1,
         },
-        tokens: BLOCKS * TOKENS,
+        tokens: count * TOKENS,
         blocks: vec![blocks.to_vec()],
         block_tokens: vec![TOKENS],
         duration_ms: 30_000,
@@ -119,5 +126,115 @@ fn hooks(c: &mut Criterion) {
     });
 }
 
-criterion_group!(benches, hooks);
+const HELD: u32 = 10_000;
+
+/// What is asked in every step, with this many requests held for others and as many that wait to be read.
+fn many(c: &mut Criterion) {
+    let tokens: Vec<u32> = (0..TOKENS).collect();
+    let id = |kind: &str, n: u32| RequestId::new(format!("{kind}-{n}")).unwrap();
+    let (import, export) = (
+        offer_of(&[1], 1),
+        serde_json::json!({"do_remote_decode": true}),
+    );
+    let export = export.as_object().unwrap().clone();
+    let lists = [vec![1]];
+    let held = |half: &mut RemoteScheduler, n: u32| {
+        let id = id("held", n);
+        let request = RequestView {
+            id: &id,
+            tokens: &tokens,
+            prompt: TOKENS,
+            params: Some(&export),
+            extra_key: "",
+        };
+        half.on_new_request(&request);
+        let scheduled = [Scheduled {
+            request,
+            new_blocks: GroupBlocks(&lists),
+            renewed: true,
+            computed: 0,
+            tokens: TOKENS,
+        }];
+        let step = StepView {
+            number: u64::from(n),
+            scheduled: &scheduled,
+        };
+        half.build_step(&step);
+        half.request_finished(&FinishedRequest {
+            request,
+            blocks: GroupBlocks(&lists),
+            computed: TOKENS,
+            in_flight: 0,
+            how: Finish::Length,
+        });
+        let StepPlan::Remote(plan) = half.build_step(&StepView {
+            number: u64::from(n),
+            scheduled: &[],
+        }) else {
+            panic!("another connector's plan");
+        };
+        plan.leases.activate[0]
+    };
+    let ended = |epoch: Epoch| {
+        let report = Report {
+            ended: vec![(epoch, End::Released)],
+            lost: Vec::new(),
+        };
+        Aggregated {
+            parts: vec![(0, ReportPart::Remote(report))],
+            ..Aggregated::default()
+        }
+    };
+
+    let mut group = c.benchmark_group("RemotePrefill, many held");
+    for count in [10, HELD] {
+        let mut half = half();
+        for n in 0..count {
+            let id = id("waits", n);
+            half.on_new_request(&RequestView {
+                id: &id,
+                tokens: &tokens,
+                prompt: TOKENS,
+                params: Some(&import),
+                extra_key: "",
+            });
+        }
+        half.build_step(&StepView {
+            number: 0,
+            scheduled: &[],
+        });
+        group.bench_function(format!("has_pending_work, {count} waiting"), |b| {
+            b.iter(|| black_box(half.has_pending_work()));
+        });
+        for n in 0..count {
+            held(&mut half, n);
+        }
+        group.bench_function(
+            format!("has_pending_work, {count} waiting and as many held"),
+            |b| b.iter(|| black_box(half.has_pending_work())),
+        );
+        let half = std::cell::RefCell::new(half);
+        let mut next = count;
+        group.bench_function(format!("on_report of one end, {count} held"), |b| {
+            b.iter_batched(
+                || {
+                    next += 1;
+                    ended(held(&mut half.borrow_mut(), next))
+                },
+                |report| half.borrow_mut().on_report(&report),
+                BatchSize::PerIteration,
+            );
+        });
+        let nothing = Aggregated::default();
+        group.bench_function(format!("on_report of nothing, {count} held"), |b| {
+            b.iter(|| half.borrow_mut().on_report(black_box(&nothing)));
+        });
+        group.bench_function(format!("stats, {count} held"), |b| {
+            b.iter(|| black_box(half.borrow().stats()));
+        });
+    }
+    group.finish();
+}
+
+criterion_group!(benches, hooks, many);
 criterion_main!(benches);

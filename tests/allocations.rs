@@ -4,8 +4,6 @@
 
 #![allow(missing_docs, clippy::unwrap_used)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvferry_engine::wire::EngineId;
@@ -13,31 +11,7 @@ use kvferry_engine::{
     BlockPair, Engine, EngineConfig, HostPool, LaneChoice, LoopbackFabric, LoopbackNetwork,
     TableSpec,
 };
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-struct Counting;
-
-#[allow(unsafe_code)]
-// SAFETY: every call goes to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
+use kvferry_tests::counting::{Counting, allocations};
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -58,7 +32,7 @@ fn engine(network: Option<&LoopbackNetwork>, name: &str) -> Engine {
 }
 
 /// Allocations of one read of `count` scattered blocks.
-fn allocations(network: Option<&LoopbackNetwork>, lane: &str, counts: [u32; 2]) -> [u64; 2] {
+fn allocated_by(network: Option<&LoopbackNetwork>, lane: &str, counts: [u32; 2]) -> [u64; 2] {
     let (producer, consumer) = (engine(network, "producer"), engine(network, "consumer"));
     let table = |engine: &Engine| {
         let pool = HostPool::new((u64::from(BLOCKS) * BLOCK_BYTES) as usize).unwrap();
@@ -79,7 +53,7 @@ fn allocations(network: Option<&LoopbackNetwork>, lane: &str, counts: [u32; 2]) 
         let pairs: Vec<BlockPair> = (0..count)
             .map(|n| BlockPair::new(n, n.wrapping_mul(4099) % BLOCKS))
             .collect();
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        let before = allocations();
         let report = peer
             .read(&tables, &pairs)
             .unwrap()
@@ -90,7 +64,7 @@ fn allocations(network: Option<&LoopbackNetwork>, lane: &str, counts: [u32; 2]) 
             report.operations > u64::from(count) / 2,
             "the blocks are scattered"
         );
-        ALLOCATIONS.load(Ordering::Relaxed) - before
+        allocations() - before
     };
     // Queues, buffers and tables reach their sizes first.
     for count in [counts[1], counts[0], counts[1]] {
@@ -105,7 +79,7 @@ fn a_read_allocates_as_often_whatever_its_blocks() {
     let network = LoopbackNetwork::new();
     for network in [Some(&network), None] {
         for lane in ["served", "native"] {
-            let [few, many] = allocations(network, lane, [1024, 8192]);
+            let [few, many] = allocated_by(network, lane, [1024, 8192]);
             println!("{lane}, loopback {}: {few} and {many}", network.is_some());
             // A segment that waits, or a timer that comes due, may add a few; a block may not.
             assert!(

@@ -36,7 +36,7 @@ pub use publisher::{
 };
 pub use reader::{Done, Order, Reader};
 pub use resources::Resources;
-pub use side::{Loaded, SideChild, SideSpec, SideStats, Stepped};
+pub use side::{Loaded, SideChild, SideSpec, SideStats, Stepped, TERMINATION, Terminated};
 pub use simulated::{Processes, SimulatedChild};
 pub use sleepers::{Answered, Echoed, Many, ReadByAll};
 

@@ -4,6 +4,7 @@
 
 mod churn;
 mod corpus;
+mod directory;
 mod ends;
 mod idle;
 mod intruder;
@@ -22,10 +23,15 @@ mod shutdown;
 mod simulated;
 mod standstill;
 mod start;
+mod steady;
 mod support;
+mod told;
 mod transports;
 mod usable;
 mod withdraw;
+
+#[global_allocator]
+static ALLOCATOR: kvferry_tests::counting::Counting = kvferry_tests::counting::Counting;
 
 fn main() -> std::process::ExitCode {
     let mut cases = reads::cases();
@@ -43,6 +49,9 @@ fn main() -> std::process::ExitCode {
     cases.extend(peers::cases());
     cases.extend(standstill::cases());
     cases.extend(prefill::cases());
+    cases.extend(steady::cases());
+    cases.extend(directory::cases());
+    cases.extend(told::cases());
     cases.extend(simulated::cases());
     cases.extend(replaced::cases());
     cases.extend(killed::cases());

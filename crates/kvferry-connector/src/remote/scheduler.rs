@@ -7,7 +7,7 @@
 //! only if its parameters leave with the same call; an offer that was taken in is released or read
 //! exactly once, whatever becomes of its request.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,13 +26,12 @@ use crate::directory::{DirectoryConfig, DirectoryServer};
 use crate::lease::End;
 use crate::limit::LogLimit;
 
-/// A request that reads.
+/// A request whose blocks are held at its producer and not asked for yet.
 #[derive(Debug)]
-enum Reading {
-    /// Held at its producer and not asked for yet; `lost` if the producer says that it is gone.
-    Offered { offer: Box<RemoteOffer>, lost: bool },
-    /// Being loaded; nothing is offered any more.
-    Loading,
+struct Offered {
+    offer: Box<RemoteOffer>,
+    /// The producer says that it is gone.
+    lost: bool,
 }
 
 /// A request that is to be held.
@@ -60,7 +59,9 @@ pub struct RemoteScheduler {
     config: RemoteConfig,
     instance: Instance,
     directory: Option<Arc<DirectoryServer>>,
-    reading: HashMap<RequestId, Reading>,
+    offered: HashMap<RequestId, Offered>,
+    /// Requests that are being loaded; nothing is offered to them any more.
+    loading: HashSet<RequestId>,
     holding: HashMap<RequestId, Holding>,
     reserved: HashMap<Epoch, RequestId>,
     held: HashMap<Epoch, Held>,
@@ -94,7 +95,8 @@ impl RemoteScheduler {
             config,
             instance,
             directory,
-            reading: HashMap::new(),
+            offered: HashMap::new(),
+            loading: HashSet::new(),
             holding: HashMap::new(),
             reserved: HashMap::new(),
             held: HashMap::new(),
@@ -139,11 +141,9 @@ impl RemoteScheduler {
     /// What has happened, and what there is.
     #[must_use]
     pub fn stats(&self) -> RemoteStats {
-        let offered = |reading: &&Reading| matches!(reading, Reading::Offered { .. });
-        let waiting = self.reading.values().filter(offered).count();
         RemoteStats {
-            loads_waiting: waiting as u64,
-            loads_running: (self.reading.len() - waiting) as u64,
+            loads_waiting: self.offered.len() as u64,
+            loads_running: self.loading.len() as u64,
             leases_reserved: self.reserved.len() as u64,
             leases_held: self.held.len() as u64,
             ..self.stats
@@ -161,8 +161,8 @@ impl RemoteScheduler {
             duration_ms: offer.duration_ms,
         });
         let lost = false;
-        let reading = Reading::Offered { offer, lost };
-        self.reading.insert(request.id.clone(), reading);
+        self.offered
+            .insert(request.id.clone(), Offered { offer, lost });
     }
 
     fn warn(&mut self, request: &RequestId, reason: &str) {
@@ -173,24 +173,18 @@ impl RemoteScheduler {
 
     /// Ends a request's part as a reader.
     fn stop_reading(&mut self, request: &RequestId) {
-        match self.reading.remove(request) {
-            Some(Reading::Offered { .. }) => self.next.release.push(request.clone()),
-            Some(Reading::Loading) => self.next.abort.push(request.clone()),
-            None => {}
+        if self.offered.remove(request).is_some() {
+            self.next.release.push(request.clone());
+        } else if self.loading.remove(request) {
+            self.next.abort.push(request.clone());
         }
     }
 
     fn revoke(&mut self, epoch: Epoch) {
         self.reserved.remove(&epoch);
-        let reserved_now = self
-            .next
-            .leases
-            .reserve
-            .iter()
-            .any(|(new, _)| *new == epoch);
         self.next.leases.revoke.push(epoch);
         self.stats.revoked += 1;
-        tracing::debug!(%epoch, reserved_now, "lease revoked");
+        tracing::debug!(%epoch, "lease revoked");
     }
 
     /// Holds a finished request's blocks for others, if there are any worth it.
@@ -281,10 +275,10 @@ impl RemoteScheduler {
             self.ended(epoch, how);
         }
         for request in &report.lost {
-            if let Some(Reading::Offered { lost, .. }) = self.reading.get_mut(request)
-                && !*lost
+            if let Some(offered) = self.offered.get_mut(request)
+                && !offered.lost
             {
-                *lost = true;
+                offered.lost = true;
                 self.stats.lost += 1;
             }
         }
@@ -353,7 +347,10 @@ impl SchedulerConnector for RemoteScheduler {
         let Some(params) = request.params else {
             return;
         };
-        if self.reading.contains_key(request.id) || self.holding.contains_key(request.id) {
+        let is_known = self.offered.contains_key(request.id)
+            || self.loading.contains(request.id)
+            || self.holding.contains_key(request.id);
+        if is_known {
             return;
         }
         match Asked::parse(params) {
@@ -401,7 +398,7 @@ impl SchedulerConnector for RemoteScheduler {
     }
 
     fn matched_tokens(&self, request: &RequestView<'_>, computed: u32) -> Matched {
-        let Some(Reading::Offered { offer, lost: false }) = self.reading.get(request.id) else {
+        let Some(Offered { offer, lost: false }) = self.offered.get(request.id) else {
             return Matched::None;
         };
         let matched = Matched::load_async(request.prompt, computed, offer.tokens);
@@ -412,26 +409,24 @@ impl SchedulerConnector for RemoteScheduler {
     }
 
     fn after_alloc(&mut self, request: &RequestView<'_>, allocation: &Allocation<'_>) {
-        let Some(Reading::Offered { offer, .. }) = self.reading.get(request.id) else {
+        let Some(Offered { offer, .. }) = self.offered.remove(request.id) else {
             return;
         };
         if allocation.external == 0 {
             self.stats.released_unread += 1;
-            self.stop_reading(request.id);
+            self.next.release.push(request.id.clone());
             return;
         }
         let from = allocation.local_computed;
         let to = from.saturating_add(allocation.external);
         // No blocks: the workers report a failed load, as they must report one in any case.
-        let blocks = pair_blocks(offer, allocation.blocks.0, from, to).unwrap_or_default();
+        let blocks = pair_blocks(&offer, allocation.blocks.0, from, to).unwrap_or_default();
         self.stats.loads += 1;
         self.next.load.push(Load {
             request: request.id.clone(),
             blocks,
         });
-        if let Some(reading) = self.reading.get_mut(request.id) {
-            *reading = Reading::Loading;
-        }
+        self.loading.insert(request.id.clone());
     }
 
     fn build_step(&mut self, step: &StepView<'_>) -> StepPlan {
@@ -488,12 +483,11 @@ impl SchedulerConnector for RemoteScheduler {
             }
         }
         for received in &report.received {
-            let Some(Reading::Loading) = self.reading.get(&received.request) else {
+            if !self.loading.remove(&received.request) {
                 // Aborted meanwhile, or never ours.
                 self.stats.late_reports += 1;
                 continue;
-            };
-            self.reading.remove(&received.request);
+            }
             match received.failure {
                 None => self.stats.loaded += 1,
                 Some(failure) => self.stats.failed.count(failure),
@@ -502,11 +496,7 @@ impl SchedulerConnector for RemoteScheduler {
     }
 
     fn has_pending_work(&self) -> bool {
-        let loading = self
-            .reading
-            .values()
-            .any(|reading| matches!(reading, Reading::Loading));
-        loading || !self.held.is_empty() || !self.next.is_empty()
+        !self.loading.is_empty() || !self.held.is_empty() || !self.next.is_empty()
     }
 
     fn begin_shutdown(&mut self) {

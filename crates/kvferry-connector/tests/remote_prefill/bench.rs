@@ -19,8 +19,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Tokens of a block.
 pub(crate) const TOKENS: u32 = 16;
-/// Bytes of a block in one layer.
+/// Bytes of a block in one layer, unless a test says otherwise.
 const BYTES: u64 = 512;
+/// Layers of a cache group.
 const LAYERS: u32 = 2;
 /// Blocks of a rank.
 pub(crate) const BLOCKS: u32 = 64;
@@ -29,6 +30,15 @@ pub(crate) const POISON: u8 = 0xdd;
 
 pub(crate) fn id(text: &str) -> RequestId {
     RequestId::new(text).unwrap()
+}
+
+/// Waits for something that happens without steps.
+pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !happened() {
+        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 /// What carries the engines.
@@ -44,13 +54,20 @@ impl Fabric {
         Self::Loopback(LoopbackNetwork::new())
     }
 
-    fn worker(&self, config: &RemoteConfig, instance: Instance, rank: u32) -> RemoteWorker {
+    fn worker(
+        &self,
+        config: &RemoteConfig,
+        instance: Instance,
+        rank: u32,
+        tune: fn(&mut EngineConfig),
+    ) -> RemoteWorker {
         let mut engine = EngineConfig::new(config.engine.clone());
         engine.suspect_after = Duration::from_millis(800);
         engine.dead_after = Duration::from_millis(800);
         engine.ping_interval = Duration::from_millis(200);
         engine.escalation_step = Duration::from_millis(200);
         engine.net_devices = Some("lo".to_owned());
+        tune(&mut engine);
         let start = |builder: EngineBuilder| match self.clone() {
             Self::Loopback(network) => {
                 builder.start_on(move || LoopbackFabric::new(&network, 4096))
@@ -103,7 +120,20 @@ pub(crate) struct Side {
     pub(crate) workers: Vec<RemoteWorker>,
     pub(crate) memory: Vec<MemoryRegion>,
     ranks: Aggregator,
-    steps: u64,
+    /// Steps taken.
+    pub(crate) steps: u64,
+    groups: Vec<u32>,
+    block_bytes: u64,
+}
+
+/// How a side is set up, apart from its connector.
+pub(crate) struct Setup<'a> {
+    /// What carries the engine of a rank.
+    pub(crate) fabric: &'a dyn Fn(u32) -> Fabric,
+    /// Bytes of a block in one layer.
+    pub(crate) block_bytes: u64,
+    /// Changes the engines' settings.
+    pub(crate) tune: fn(&mut EngineConfig),
 }
 
 pub(crate) fn config(name: &str, role: Role) -> RemoteConfig {
@@ -115,47 +145,66 @@ pub(crate) fn config(name: &str, role: Role) -> RemoteConfig {
 
 impl Side {
     pub(crate) fn new(config: &RemoteConfig, fabric: &Fabric) -> Self {
+        let setup = Setup {
+            fabric: &|_| fabric.clone(),
+            block_bytes: BYTES,
+            tune: |_| {},
+        };
+        Self::with(config, &setup)
+    }
+
+    pub(crate) fn with(config: &RemoteConfig, setup: &Setup<'_>) -> Self {
         let instance = Instance::random().unwrap();
         let scheduler = RemoteScheduler::new(config.clone(), instance).unwrap();
-        let (mut workers, mut memory) = (Vec::new(), Vec::new());
-        for rank in 0..config.ranks {
-            let mut worker = fabric.worker(config, instance, rank);
-            let bytes = u64::from(LAYERS) * u64::from(BLOCKS) * BYTES;
-            let region = HostPool::new(bytes as usize).unwrap().region().unwrap();
-            region.fill(0, bytes, POISON).unwrap();
-            worker.register(&Self::layout(&region)).unwrap();
-            scheduler
-                .publish(worker.rank(), worker.describe().unwrap())
-                .unwrap();
-            workers.push(worker);
-            memory.push(region);
-        }
-        Self {
+        let mut side = Self {
             scheduler,
-            workers,
-            memory,
+            workers: Vec::new(),
+            memory: Vec::new(),
             ranks: Aggregator::new(config.ranks),
             steps: 0,
+            groups: config.block_tokens.clone(),
+            block_bytes: setup.block_bytes,
+        };
+        for rank in 0..config.ranks {
+            let mut worker = (setup.fabric)(rank).worker(config, instance, rank, setup.tune);
+            let bytes = side.offset(side.groups.len() as u32, 0, 0);
+            let region = HostPool::new(bytes as usize).unwrap().region().unwrap();
+            region.fill(0, bytes, POISON).unwrap();
+            side.memory.push(region);
+            worker.register(&side.layout(rank)).unwrap();
+            side.scheduler
+                .publish(worker.rank(), worker.describe().unwrap())
+                .unwrap();
+            side.workers.push(worker);
         }
+        side
     }
 
     /// A rank's blocks.
-    pub(crate) fn layout(memory: &MemoryRegion) -> CacheLayout {
-        let layers = (0..LAYERS).map(|layer| CacheLayer {
-            layer,
-            group: 0,
-            memory: memory.clone(),
-            offset: u64::from(layer) * u64::from(BLOCKS) * BYTES,
-            block_bytes: BYTES,
-            block_stride: BYTES,
+    pub(crate) fn layout(&self, rank: u32) -> CacheLayout {
+        let block_bytes = self.block_bytes;
+        let groups = 0..self.groups.len() as u32;
+        let layers = groups.flat_map(|group| (0..LAYERS).map(move |layer| (group, layer)));
+        let layers = layers.map(|(group, layer)| CacheLayer {
+            layer: group * LAYERS + layer,
+            group,
+            memory: self.memory[rank as usize].clone(),
+            offset: self.offset(group, layer, 0),
+            block_bytes,
+            block_stride: block_bytes,
             blocks: BLOCKS,
         });
+        let block_tokens = self.groups.iter();
         CacheLayout {
-            groups: vec![CacheGroup {
-                block_tokens: TOKENS,
-            }],
+            groups: block_tokens
+                .map(|&block_tokens| CacheGroup { block_tokens })
+                .collect(),
             layers: layers.collect(),
         }
+    }
+
+    fn offset(&self, group: u32, layer: u32, block: u32) -> u64 {
+        u64::from((group * LAYERS + layer) * BLOCKS + block) * self.block_bytes
     }
 
     /// One step in which these requests compute something.
@@ -223,7 +272,12 @@ impl Side {
         self.scheduler.on_new_request(&request.view());
         self.step(&[request]);
         self.write(blocks, byte);
-        match self.finish(request, blocks, Finish::Length) {
+        self.export(request, &[blocks.to_vec()])
+    }
+
+    /// Ends a request as a prefill does, whose blocks are held then.
+    pub(crate) fn export(&mut self, request: &Request, blocks: &[Vec<u32>]) -> Params {
+        match self.finish_groups(request, blocks, Finish::Length) {
             Finished::Hold {
                 params: Some(params),
             } => params,
@@ -232,9 +286,13 @@ impl Side {
     }
 
     pub(crate) fn finish(&mut self, request: &Request, blocks: &[u32], how: Finish) -> Finished {
+        self.finish_groups(request, &[blocks.to_vec()], how)
+    }
+
+    fn finish_groups(&mut self, request: &Request, blocks: &[Vec<u32>], how: Finish) -> Finished {
         self.scheduler.request_finished(&FinishedRequest {
             request: request.view(),
-            blocks: GroupBlocks(&[blocks.to_vec()]),
+            blocks: GroupBlocks(blocks),
             computed: request.view().prompt,
             in_flight: 0,
             how,
@@ -250,22 +308,43 @@ impl Side {
     }
 
     pub(crate) fn alloc(&mut self, request: &Request, blocks: &[u32], local: u32, external: u32) {
+        self.alloc_groups(request, &[blocks.to_vec()], local, external);
+    }
+
+    pub(crate) fn alloc_groups(
+        &mut self,
+        request: &Request,
+        blocks: &[Vec<u32>],
+        local: u32,
+        external: u32,
+    ) {
         let allocation = Allocation {
-            blocks: GroupBlocks(&[blocks.to_vec()]),
+            blocks: GroupBlocks(blocks),
             local_computed: local,
             external,
         };
         self.scheduler.after_alloc(&request.view(), &allocation);
     }
 
+    /// Renewals that a rank has answered. From the first one on, the reader's side is connected too.
+    pub(crate) fn renewed(&self, rank: usize) -> u64 {
+        let leases = self.workers[rank].lease_snapshot(PATIENCE).unwrap();
+        leases.counters.renewed
+    }
+
     /// Writes blocks in every layer of every rank: the byte, one more per block, and the rank on top.
     pub(crate) fn write(&self, blocks: &[u32], byte: u8) {
+        self.write_in(0, blocks, byte);
+    }
+
+    /// The same in this cache group.
+    pub(crate) fn write_in(&self, group: u32, blocks: &[u32], byte: u8) {
         for (rank, memory) in (0..).zip(&self.memory) {
             for (place, block) in (0..).zip(blocks) {
                 for layer in 0..LAYERS {
-                    memory
-                        .fill(offset(layer, *block), BYTES, value(byte, place, rank))
-                        .unwrap();
+                    let offset = self.offset(group, layer, *block);
+                    let value = value(byte, place, rank);
+                    memory.fill(offset, self.block_bytes, value).unwrap();
                 }
             }
         }
@@ -273,21 +352,32 @@ impl Side {
 
     /// Bytes of blocks that are not what [`write`](Self::write) with these arguments leaves.
     pub(crate) fn wrong(&self, blocks: &[u32], byte: u8) -> usize {
-        self.count(blocks, |place, rank| value(byte, place, rank))
+        self.wrong_in(0, blocks, byte)
+    }
+
+    /// The same in this cache group.
+    pub(crate) fn wrong_in(&self, group: u32, blocks: &[u32], byte: u8) -> usize {
+        self.count(group, blocks, |place, rank| value(byte, place, rank))
     }
 
     /// Bytes of blocks that are not poison.
     pub(crate) fn touched(&self, blocks: &[u32]) -> usize {
-        self.count(blocks, |_, _| POISON)
+        self.touched_in(0, blocks)
     }
 
-    fn count(&self, blocks: &[u32], expected: impl Fn(u8, u8) -> u8) -> usize {
+    /// The same in this cache group.
+    pub(crate) fn touched_in(&self, group: u32, blocks: &[u32]) -> usize {
+        self.count(group, blocks, |_, _| POISON)
+    }
+
+    fn count(&self, group: u32, blocks: &[u32], expected: impl Fn(u8, u8) -> u8) -> usize {
         let mut wrong = 0;
+        let mut bytes = vec![0; self.block_bytes as usize];
         for (rank, memory) in (0..).zip(&self.memory) {
             for (place, block) in (0..).zip(blocks) {
                 for layer in 0..LAYERS {
-                    let mut bytes = vec![0; BYTES as usize];
-                    memory.read_at(offset(layer, *block), &mut bytes).unwrap();
+                    let offset = self.offset(group, layer, *block);
+                    memory.read_at(offset, &mut bytes).unwrap();
                     let expected = expected(place, rank);
                     wrong += bytes.iter().filter(|byte| **byte != expected).count();
                 }
@@ -295,10 +385,6 @@ impl Side {
         }
         wrong
     }
-}
-
-fn offset(layer: u32, block: u32) -> u64 {
-    u64::from(layer * BLOCKS + block) * BYTES
 }
 
 fn value(byte: u8, place: u8, rank: u8) -> u8 {

@@ -10,7 +10,7 @@ use kvferry_connector::remote::{RemoteConfig, Role};
 use kvferry_engine::LoopbackNetwork;
 use kvferry_engine::fabric::{Fault, FaultControl, FaultRates};
 
-use crate::bench::{Fabric, PATIENCE, Request, Side, config};
+use crate::bench::{Fabric, PATIENCE, Request, Side, config, until};
 
 fn control(seed: u64, rates: FaultRates) -> FaultControl {
     FaultControl::new(seed, rates).unwrap()
@@ -38,15 +38,10 @@ fn faulty_consumer(control: &FaultControl, lease: Duration) -> (Side, Side) {
 }
 
 /// Has the consumer connected and the lease kept alive.
-fn connected(producer: &mut Side, consumer: &mut Side, request: &Request) {
+fn connected(producer: &Side, consumer: &mut Side, request: &Request) {
     consumer.scheduler.on_new_request(&request.view());
     consumer.step(&[]);
-    let worker = &producer.workers[0];
-    let deadline = std::time::Instant::now() + PATIENCE;
-    while worker.engine().counters().peers_connected == 0 {
-        assert!(std::time::Instant::now() < deadline, "never connected");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until("a renewal", || producer.renewed(0) > 0);
 }
 
 /// C28: the read begins under the lease and ends after it: the bytes that it brought are never accepted.
@@ -58,7 +53,7 @@ fn c28_a_read_that_outlives_its_lease_is_a_failed_load() {
     let params = producer.prefill(&prefilled, &[2, 3], 1);
     producer.step(&[]);
     let request = Request::new("d", 32, Some(params));
-    connected(&mut producer, &mut consumer, &request);
+    connected(&producer, &mut consumer, &request);
     control.stall();
     consumer.alloc(&request, &[8, 9], 0, 32);
     consumer.step(&[]);
@@ -82,7 +77,7 @@ fn a_lost_answer_is_asked_for_again() {
     let params = producer.prefill(&prefilled, &[2, 3], 1);
     producer.step(&[]);
     let request = Request::new("d", 32, Some(params));
-    connected(&mut producer, &mut consumer, &request);
+    connected(&producer, &mut consumer, &request);
     control.set_rates(FaultRates::none().with(Fault::SegmentLost, 1000));
     consumer.alloc(&request, &[8, 9], 0, 32);
     consumer.step(&[]);

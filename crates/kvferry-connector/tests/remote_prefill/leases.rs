@@ -1,5 +1,6 @@
 //! Leases that end too early, and producers that go away.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -108,6 +109,7 @@ fn c29_references_that_do_not_hold_are_failures() {
 fn c85_another_engine_at_the_address_is_refused() {
     let fabric = Fabric::loopback();
     let (mut producer, mut consumer) = pair(&fabric);
+    let kept = keep_log();
     let other = Side::new(&config("stranger", Role::Producer), &fabric);
     let prefilled = Request::export("p", 32);
     let mut params = producer.prefill(&prefilled, &[2, 3], 1);
@@ -120,6 +122,16 @@ fn c85_another_engine_at_the_address_is_refused() {
         Some(LoadFailure::Rejected)
     );
     assert_eq!(consumer.touched(&[8, 9]), 0);
+    let log = kept.text();
+    let line = log.lines().find(|line| line.contains("not connected"));
+    let line = line.unwrap();
+    for named in [
+        format!("127.0.0.1:{port}"),
+        "stranger".into(),
+        "prefill".into(),
+    ] {
+        assert!(line.contains(&named), "{named}: {line}");
+    }
 }
 
 /// C18, C92: a producer that is gone is a failed load, once, and within the time to connect.
@@ -201,16 +213,46 @@ impl std::io::Write for Kept {
     }
 }
 
-/// C119: many loads fail for the same reason: every one is counted and reported, and the log says so once.
-#[test]
-fn c119_a_storm_of_failures_is_one_line() {
-    const COUNT: u32 = 30;
+impl Kept {
+    fn text(&self) -> String {
+        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
+    }
+
+    /// Warnings of connectors without their values, and how often each was written.
+    fn lines(&self) -> BTreeMap<String, usize> {
+        let log = self.text();
+        let mut lines = BTreeMap::new();
+        for line in log
+            .lines()
+            .filter(|line| line.contains("kvferry_connector::"))
+        {
+            let (_, line) = line.split_once(" WARN ").unwrap_or(("", line));
+            let words = line.split(' ').take_while(|word| !word.contains('='));
+            *lines
+                .entry(words.collect::<Vec<_>>().join(" "))
+                .or_default() += 1;
+        }
+        lines
+    }
+}
+
+/// Keeps warnings and errors from here on.
+fn keep_log() -> Kept {
     let kept = Kept::default();
     let writer = kept.clone();
     tracing_subscriber::fmt()
         .with_ansi(false)
+        .with_max_level(tracing::Level::WARN)
         .with_writer(move || writer.clone())
         .init();
+    kept
+}
+
+/// C119: many loads fail for the same reason: every one is counted and reported, and the log says so once.
+#[test]
+fn c119_a_storm_of_failures_is_one_line() {
+    const COUNT: u32 = 30;
+    let kept = keep_log();
     let (mut producer, mut consumer) = pair(&Fabric::loopback());
     let params = producer.prefill(&Request::export("p", 32), &[2, 3], 1);
     producer.step(&[]);
@@ -222,11 +264,62 @@ fn c119_a_storm_of_failures_is_one_line() {
         assert!(consumer.received(&request).failure.is_some());
     }
     assert_eq!(consumer.scheduler.stats().failed.total(), u64::from(COUNT));
-    let log = String::from_utf8(kept.0.lock().unwrap().clone()).unwrap();
-    let lines: Vec<&str> = log
-        .lines()
-        .filter(|line| line.contains("kvferry_connector::remote"))
-        .collect();
-    assert_eq!(lines.len(), 1, "{lines:#?}");
-    assert!(lines[0].contains("a load fails"), "{}", lines[0]);
+    let lines: Vec<_> = kept.lines().into_iter().collect();
+    let expected = "kvferry_connector::remote::worker::loader: a load fails";
+    assert_eq!(lines, [(expected.to_owned(), 1)]);
+}
+
+/// C19, C119: hundreds of leases expire, are released too late, and come with parameters that nobody can read. All are
+/// counted, each lease has one end, and no line is written twice.
+#[test]
+fn c19_expiry_and_lateness_in_masses_are_counted_and_not_logged_one_by_one() {
+    const COUNT: u32 = 300;
+    let kept = keep_log();
+    let (mut producer, mut consumer) = pair_of(&Fabric::loopback(), |config| {
+        config.lease = short(Duration::from_millis(500));
+        config.max_concurrent_loads = COUNT as usize;
+    });
+    let mut requests = Vec::new();
+    for number in 0..COUNT {
+        let name = format!("r{number}");
+        let params = producer.prefill(&Request::export(&name, 32), &[2, 3], 1);
+        requests.push(Request::new(&name, 32, Some(params)));
+    }
+    let mut sent = Vec::new();
+    producer.step_until("every expiry", |report| {
+        sent.extend(report.sent.iter().cloned());
+        (sent.len() == COUNT as usize).then_some(())
+    });
+    sent.sort();
+    sent.dedup();
+    assert_eq!(sent.len(), COUNT as usize, "a lease ended twice");
+    for request in &requests {
+        assert_eq!(consumer.admit(request, &[8, 9], 0), 32);
+    }
+    let mut failed = 0;
+    consumer.step_until("every failure", |report| {
+        for received in &report.received {
+            assert_eq!(received.failure, Some(LoadFailure::Lease));
+            failed += 1;
+        }
+        (failed == COUNT).then_some(())
+    });
+    for number in 0..COUNT {
+        let params = json!({"do_remote_prefill": "yes"});
+        let request = Request::new(&format!("x{number}"), 32, params.as_object().cloned());
+        consumer.scheduler.on_new_request(&request.view());
+    }
+    let count = u64::from(COUNT);
+    let (there, here) = (producer.scheduler.stats(), consumer.scheduler.stats());
+    assert_eq!((there.parts_expired, there.parts_released), (count, 0));
+    assert_eq!((here.failed.lease, here.failed.total()), (count, count));
+    assert_eq!(here.malformed, count);
+    for (line, times) in kept.lines() {
+        assert_eq!(times, 1, "{line}");
+    }
+    assert!(
+        kept.lines()
+            .keys()
+            .any(|line| line.contains("a load fails"))
+    );
 }

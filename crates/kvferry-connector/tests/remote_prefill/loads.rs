@@ -1,9 +1,15 @@
 //! Loads that succeed, and what is told then.
 
-use kvferry_connector::contract::{Finish, Finished, Matched, SchedulerConnector};
-use kvferry_connector::remote::Role;
+use std::time::{Duration, Instant};
 
-use crate::bench::{Fabric, Request, Side, config, pair, pair_of};
+use kvferry_connector::contract::{
+    Finish, Finished, Matched, NULL_BLOCK, SchedulerConnector, WorkerConnector,
+};
+use kvferry_connector::remote::Role;
+use kvferry_engine::LoopbackNetwork;
+use kvferry_engine::fabric::{Fault, FaultControl, FaultRates};
+
+use crate::bench::{Fabric, PATIENCE, Request, Side, config, pair, pair_of, until};
 
 fn every_byte_arrives(fabric: &Fabric, ranks: u32) {
     let (mut producer, mut consumer) = pair_of(fabric, |config| config.ranks = ranks);
@@ -83,7 +89,7 @@ fn every_byte_arrives_on_two_ranks() {
     every_byte_arrives(&Fabric::loopback(), 2);
 }
 
-/// The seed (c): a full local hit still notifies. C2 too: nothing is read, and it is over once.
+/// The seed (c): a full local hit still notifies.
 #[test]
 fn c1_a_full_hit_frees_the_producers_blocks_without_a_read() {
     let (mut producer, mut consumer) = pair(&Fabric::loopback());
@@ -159,4 +165,92 @@ fn c16_concurrent_loads_are_bounded() {
     let stats = consumer.workers[0].loader_stats();
     assert_eq!((stats.started, stats.reading, stats.loaded), (12, 0, 12));
     assert!(stats.reading_max <= 2, "{stats:?}");
+}
+
+/// How a producer may be when its consumer has nothing to read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Hears {
+    Everything,
+    Nothing,
+    IsGone,
+}
+
+/// C2: nothing to read, for lack of tokens or of blocks: the request is over once, whether the release can be sent or
+/// not, and nothing of it is left.
+#[test]
+fn c2_nothing_to_read_is_over_once_also_if_the_release_is_not_heard() {
+    for hears in [Hears::Everything, Hears::Nothing, Hears::IsGone] {
+        for null_blocks in [false, true] {
+            let network = LoopbackNetwork::new();
+            let control = FaultControl::new(2, FaultRates::none()).unwrap();
+            let settings = |name, role| {
+                let mut config = config(name, role);
+                config.borrow.confirm_timeout = Duration::from_millis(400);
+                config.borrow.resend_after = Duration::from_millis(50);
+                config
+            };
+            let loopback = Fabric::Loopback(network.clone());
+            let mut producer = Side::new(&settings("prefill", Role::Producer), &loopback);
+            let fabric = Fabric::Faulty(network, control.clone());
+            let mut consumer = Side::new(&settings("decode", Role::Consumer), &fabric);
+            let prefilled = Request::export("p", 32);
+            let params = producer.prefill(&prefilled, &[2, 3], 1);
+            producer.step(&[]);
+            let mut producer = (hears != Hears::IsGone).then_some(producer);
+            let request = Request::new("d", 32, Some(params));
+            let (blocks, computed) = if null_blocks {
+                ([NULL_BLOCK; 2], 0)
+            } else {
+                ([8, 9], 32)
+            };
+            consumer.scheduler.on_new_request(&request.view());
+            consumer.step(&[]);
+            if let Some(producer) = &producer {
+                until("a renewal", || producer.renewed(0) > 0);
+            }
+            if hears == Hears::Nothing {
+                control.set_rates(FaultRates::none().with(Fault::SendLost, 1000));
+            }
+            let tokens = consumer.admit(&request, &blocks, computed);
+            assert_eq!(tokens, 32 - computed);
+            let mut reports = consumer.step(&[&request]).received;
+            // An async load is reported in any case, nothing else ever is.
+            if null_blocks && reports.is_empty() {
+                reports.push(consumer.received(&request));
+            }
+            assert_eq!(reports.len(), usize::from(null_blocks), "{hears:?}");
+            for report in &reports {
+                assert!(
+                    report.failure.is_some() && report.failed.is_empty(),
+                    "{report:?}"
+                );
+            }
+            assert_eq!(
+                consumer.finish(&request, &blocks, Finish::Stopped),
+                Finished::Free
+            );
+            if let (Hears::Everything, Some(producer)) = (hears, &mut producer) {
+                producer.sent(&prefilled);
+                let leases = producer.workers[0].lease_snapshot(PATIENCE).unwrap();
+                assert_eq!((leases.counters.readers, leases.counters.released), (1, 1));
+            }
+            // Past the time for an answer: the release has been given up, and that changes nothing.
+            std::thread::sleep(Duration::from_millis(500));
+            for _ in 0..5 {
+                assert_eq!(consumer.step(&[]).received, [], "{hears:?}: told twice");
+            }
+            assert!(!consumer.scheduler.has_pending_work());
+            let stats = consumer.scheduler.stats();
+            assert_eq!((stats.loads_waiting, stats.loads_running), (0, 0));
+            assert_eq!(stats.late_reports, 0);
+            assert_eq!(stats.released_unread, u64::from(!null_blocks));
+            assert_eq!(stats.failed.total(), u64::from(null_blocks));
+            assert_eq!(consumer.workers[0].loader_stats().started, 0);
+            assert_eq!(consumer.workers[0].engine().counters().transfers_started, 0);
+            // Nothing is waited for either.
+            let ending = Instant::now();
+            consumer.workers[0].shutdown(PATIENCE);
+            assert!(ending.elapsed() < PATIENCE / 2, "something was left");
+        }
+    }
 }

@@ -7,6 +7,7 @@
 mod aborts;
 mod bench;
 mod faults;
+mod groups;
 mod leases;
 mod loads;
 mod seed;

@@ -1,32 +1,37 @@
 //! What this project began with: `RemotePrefill` and `SharedStorage` under one `MultiConnector`, and what
 //! goes wrong there elsewhere.
 
+use std::fs::DirEntry;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvferry_connector::contract::{
-    Aggregated, Aggregator, Allocation, GroupBlocks, Matched, Params, Scheduled,
-    SchedulerConnector, StepView, WorkerConnector,
+    Aggregated, Aggregator, Allocation, GroupBlocks, Matched, Scheduled, SchedulerConnector,
+    StepView, WorkerConnector,
 };
 use kvferry_connector::multi::{MultiScheduler, MultiWorker};
 use kvferry_connector::remote::{RemoteScheduler, Role};
 use kvferry_connector::storage::{StorageConfig, StorageScheduler, StorageSettings, StorageWorker};
-use kvferry_engine::MemoryRegion;
 
 use crate::bench::{Fabric, PATIENCE, Request, Side, TOKENS, config};
+
+/// The first byte of what the producer holds.
+const BYTE: u8 = 10;
+/// Where it holds a prompt of 64 tokens, and where that is loaded.
+const THERE: [u32; 4] = [9, 3, 4, 5];
+const HERE: [u32; 4] = [20, 21, 22, 23];
 
 /// A consumer with both connectors, and the producer that it reads from.
 struct Bench {
     producer: Side,
     scheduler: MultiScheduler,
     worker: MultiWorker,
-    /// The consumer's blocks, to look at.
-    blocks: Blocks,
+    /// The consumer's side without its connector: its blocks, to look at.
+    consumer: Side,
     ranks: Aggregator,
     steps: u64,
-    _files: tempfile::TempDir,
+    files: tempfile::TempDir,
 }
-
-struct Blocks(Side);
 
 impl Bench {
     fn new() -> Self {
@@ -45,9 +50,7 @@ impl Bench {
         };
         let remote_worker = consumer.workers.remove(0);
         let mut storage_worker = StorageWorker::open(storage.clone(), 0).unwrap();
-        storage_worker
-            .register(&Side::layout(&consumer.memory[0]))
-            .unwrap();
+        storage_worker.register(&consumer.layout(0)).unwrap();
         let empty = config("unused", Role::Consumer);
         let unused = RemoteScheduler::new(empty, kvferry_wire::Instance::random().unwrap());
         let remote = std::mem::replace(&mut consumer.scheduler, unused.unwrap());
@@ -59,19 +62,23 @@ impl Bench {
             producer,
             scheduler: MultiScheduler::new(children, 1).unwrap(),
             worker: MultiWorker::new(vec![Box::new(remote_worker), Box::new(storage_worker)]),
-            blocks: Blocks(consumer),
+            consumer,
             ranks: Aggregator::new(1),
             steps: 0,
-            _files: files,
+            files,
         }
     }
 
-    /// A request that the producer holds: its parameters.
-    fn prefill(&mut self, name: &str, prompt: u32, blocks: &[u32], byte: u8) -> Params {
-        let request = Request::export(name, prompt);
-        let params = self.producer.prefill(&request, blocks, byte);
-        self.producer.step(&[]);
-        params
+    /// A bench, and a request of this many tokens that has come in and that the producer holds, in these
+    /// blocks.
+    fn with_offer(prompt: u32, blocks: &[u32]) -> (Self, Request) {
+        let mut bench = Self::new();
+        let prefilled = Request::export("p", prompt);
+        let params = bench.producer.prefill(&prefilled, blocks, BYTE);
+        bench.producer.step(&[]);
+        let request = Request::new("d", prompt, Some(params));
+        bench.scheduler.on_new_request(&request.view());
+        (bench, request)
     }
 
     /// A step in which this request, which has these blocks, computes some tokens behind others.
@@ -164,12 +171,21 @@ impl Bench {
         self.scheduler.stats().loads
     }
 
-    fn wrong(&self, blocks: &[u32], byte: u8) -> usize {
-        self.blocks.0.wrong(blocks, byte)
+    fn wrong(&self, blocks: &[u32]) -> usize {
+        self.consumer.wrong(blocks, BYTE)
     }
 
-    fn memory(&self) -> &MemoryRegion {
-        &self.blocks.0.memory[0]
+    /// Files in the store.
+    fn files(&self) -> usize {
+        fn below(directory: &Path) -> usize {
+            let entries = std::fs::read_dir(directory).unwrap().map(Result::unwrap);
+            let count = |entry: DirEntry| match entry.file_type().unwrap().is_dir() {
+                true => below(&entry.path()),
+                false => usize::from(entry.path().extension().is_some_and(|it| it == "kv")),
+            };
+            entries.map(count).sum()
+        }
+        below(self.files.path())
     }
 }
 
@@ -177,19 +193,15 @@ impl Bench {
 /// store has the blocks by then.
 #[test]
 fn c4_after_a_load_neither_child_loads_again() {
-    let mut bench = Bench::new();
-    let params = bench.prefill("p", 64, &[9, 3, 4, 5], 10);
-    let request = Request::new("d", 64, Some(params));
-    bench.scheduler.on_new_request(&request.view());
-    let own = [20, 21, 22, 23];
-    assert_eq!(bench.load(&request, &own), 64);
-    assert_eq!(bench.wrong(&own, 10), 0);
+    let (mut bench, request) = Bench::with_offer(64, &THERE);
+    assert_eq!(bench.load(&request, &HERE), 64);
+    assert_eq!(bench.wrong(&HERE), 0);
     assert_eq!(bench.loads(), [1, 0]);
     // Its last token is computed, and its blocks are saved with that.
-    bench.step(Some((&request, &own, 63, 1)));
+    bench.step(Some((&request, &HERE, 63, 1)));
     for computed in [64, 0, 16] {
         assert_eq!(bench.matched(&request, computed), Matched::None);
-        bench.alloc(&request, &own, computed, 0);
+        bench.alloc(&request, &HERE, computed, 0);
     }
     for _ in 0..20 {
         assert_eq!(bench.step(None).received, []);
@@ -201,16 +213,13 @@ fn c4_after_a_load_neither_child_loads_again() {
 /// (b) The scheduler cannot place the request for several steps, or preempts it: one release.
 #[test]
 fn a_request_that_waits_and_is_preempted_releases_once() {
-    let mut bench = Bench::new();
-    let params = bench.prefill("p", 64, &[9, 3, 4, 5], 10);
-    let request = Request::new("d", 64, Some(params));
-    bench.scheduler.on_new_request(&request.view());
+    let (mut bench, request) = Bench::with_offer(64, &THERE);
     for _ in 0..10 {
         assert_eq!(bench.matched(&request, 0).tokens(), 64);
         bench.step(None);
     }
     assert_eq!(bench.releases(), (0, 0));
-    assert_eq!(bench.load(&request, &[20, 21, 22, 23]), 64);
+    assert_eq!(bench.load(&request, &HERE), 64);
     bench.released(1);
     for _ in 0..3 {
         bench.scheduler.preempted(std::slice::from_ref(&request.id));
@@ -226,31 +235,24 @@ fn a_request_that_waits_and_is_preempted_releases_once() {
 /// (c) The consumer has a full prefix hit: nothing is read, and the producer's blocks are freed.
 #[test]
 fn c1_a_full_prefix_hit_frees_the_producers_blocks() {
-    let mut bench = Bench::new();
-    let params = bench.prefill("p", 64, &[9, 3, 4, 5], 10);
-    let request = Request::new("d", 64, Some(params));
-    bench.scheduler.on_new_request(&request.view());
+    let (mut bench, request) = Bench::with_offer(64, &THERE);
     // vLLM caps local hits at the last token's block; the rest is one block, which it was given anyway.
     assert_eq!(bench.matched(&request, 63), Matched::None);
-    bench.alloc(&request, &[20, 21, 22, 23], 64, 0);
+    bench.alloc(&request, &HERE, 64, 0);
     bench.step(None);
     bench.released(1);
     let sent = bench.producer.step(&[]).sent;
     assert_eq!(sent.len(), 1);
     assert_eq!(bench.loads(), [0, 0]);
-    assert_eq!(bench.blocks.0.touched(&[20, 21, 22, 23]), 0);
+    assert_eq!(bench.consumer.touched(&HERE), 0);
 }
 
 /// (d) C100: the store was not chosen, and saves what the step says, in the blocks that the request really has.
 #[test]
 fn c100_the_child_that_was_not_chosen_saves_the_real_blocks() {
-    let mut bench = Bench::new();
-    let params = bench.prefill("p", 64, &[9, 3, 4, 5], 10);
-    let request = Request::new("d", 64, Some(params));
-    bench.scheduler.on_new_request(&request.view());
-    let own = [20, 21, 22, 23];
-    assert_eq!(bench.load(&request, &own), 64);
-    bench.step(Some((&request, &own, 63, 1)));
+    let (mut bench, request) = Bench::with_offer(64, &THERE);
+    assert_eq!(bench.load(&request, &HERE), 64);
+    bench.step(Some((&request, &HERE, 63, 1)));
     // Another request that begins with the same tokens, and has no parameters: once they are saved, the
     // store has all four blocks. An answer stands, so each look is a request of its own.
     let mut looks = 0;
@@ -262,8 +264,9 @@ fn c100_the_child_that_was_not_chosen_saves_the_real_blocks() {
         (bench.matched(&look, 0).tokens() == 64).then_some(look)
     });
     let other = [40, 41, 42, 43];
+    assert_eq!(bench.files(), 4);
     assert_eq!(bench.load(&same, &other), 64);
-    assert_eq!(bench.wrong(&other, 10), 0);
+    assert_eq!(bench.wrong(&other), 0);
     assert_eq!(bench.loads(), [1, 1]);
     assert_eq!(bench.releases(), (1, 1));
 }
@@ -271,17 +274,14 @@ fn c100_the_child_that_was_not_chosen_saves_the_real_blocks() {
 /// (e) A prompt shorter than a block moves, and leaves no file: only full blocks are saved.
 #[test]
 fn a_prompt_shorter_than_a_block_is_loaded_and_not_saved() {
-    let mut bench = Bench::new();
-    let params = bench.prefill("p", 5, &[9], 10);
-    let request = Request::new("d", 5, Some(params));
-    bench.scheduler.on_new_request(&request.view());
+    let (mut bench, request) = Bench::with_offer(5, &[9]);
     assert_eq!(bench.load(&request, &[20]), 5);
-    assert_eq!(bench.wrong(&[20], 10), 0);
+    assert_eq!(bench.wrong(&[20]), 0);
     bench.step(Some((&request, &[20], 4, 1)));
     bench.released(1);
     let same = Request::new("same", 5, None);
     bench.scheduler.on_new_request(&same.view());
     assert_eq!(bench.matched(&same, 0), Matched::None);
     assert_eq!(bench.loads(), [1, 0]);
-    assert!(bench.memory().bytes() > 0);
+    assert_eq!(bench.files(), 0);
 }

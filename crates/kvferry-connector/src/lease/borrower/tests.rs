@@ -62,6 +62,40 @@ fn a_release_is_sent_again_until_it_is_answered_and_answered_once() {
     assert_eq!((borrower.unanswered(), borrower.next_deadline()), (0, None));
 }
 
+/// Several leases are released, and their answers come in another order, some twice: each release has its own.
+#[test]
+fn answers_in_another_order_find_their_releases() {
+    let now = Instant::now();
+    let mut borrower = Borrower::new(BorrowConfig::default());
+    // Two readers of lease 3, and lease 3 at two ranks.
+    for (ticket, peer, epoch, load) in [(1, 7, 3, 1), (2, 7, 3, 2), (3, 8, 3, 1), (4, 7, 9, 1)] {
+        borrower.release(ticket, Some(peer), lease(epoch), reader(load), 2, now);
+    }
+    assert_eq!(sent(&mut borrower, now).len(), 4);
+    let told = [
+        (7, 9, 1, Verdict::Ended),
+        (8, 3, 1, Verdict::RepeatedReader),
+        (7, 3, 2, Verdict::Valid),
+        (7, 9, 1, Verdict::Ended),
+        (7, 3, 1, Verdict::UnknownEpoch),
+    ];
+    for (peer, epoch, load, verdict) in told {
+        let epoch = lease(epoch).epoch;
+        borrower.on_released(peer, instance(), epoch, reader(load), verdict);
+    }
+    let answered = |ticket, verdict| BorrowEvent::Answered { ticket, verdict };
+    assert_eq!(
+        borrower.take_events(),
+        [
+            answered(4, Verdict::Ended),
+            answered(3, Verdict::RepeatedReader),
+            answered(2, Verdict::Valid),
+            answered(1, Verdict::UnknownEpoch),
+        ]
+    );
+    assert_eq!((borrower.unanswered(), borrower.next_deadline()), (0, None));
+}
+
 #[test]
 fn an_unanswered_release_is_given_up_once() {
     let now = Instant::now();

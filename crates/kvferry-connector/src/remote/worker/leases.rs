@@ -35,6 +35,7 @@ impl Loader {
         };
         let lease = borrowed.lease.clone();
         let is_releasing = matches!(borrowed.phase, Phase::Releasing { .. });
+        let mut is_gone = false;
         for (rank, part) in (0..).zip(&mut borrowed.parts) {
             let missing = if is_releasing {
                 part.answer.is_none() && part.peer.is_none()
@@ -44,8 +45,13 @@ impl Loader {
             if !missing {
                 continue;
             }
-            let Known::Ready(link) = self.links.get(&(lease.source.clone(), rank), now) else {
-                continue;
+            let link = match self.links.get(&(lease.source.clone(), rank), now) {
+                Known::Ready(link) => link,
+                Known::Failed(error) => {
+                    is_gone |= is_releasing && rank == self.rank && error.is_gone();
+                    continue;
+                }
+                Known::Connecting => continue,
             };
             let peer = link.peer.id();
             part.peer = Some(peer);
@@ -64,6 +70,22 @@ impl Loader {
             };
             // A stopped engine: every load fails by itself.
             let _ = sent;
+        }
+        if is_gone {
+            self.unanswerable(request);
+        }
+    }
+
+    /// The rank that was read from will not confirm it any more: the load has failed. Its release goes on,
+    /// for the time that it has.
+    fn unanswerable(&mut self, request: &RequestId) {
+        if let Some(borrowed) = self.requests.get_mut(request)
+            && let Phase::Releasing { reading } = &mut borrowed.phase
+            && std::mem::take(reading)
+        {
+            let failed = borrowed.failed_blocks();
+            self.report(request.clone(), Some(LoadFailure::Peer), failed);
+            self.warn(request, "its producer ended before it confirmed the lease");
         }
     }
 

@@ -68,6 +68,18 @@ impl LinkError {
             Self::Directory { .. } | Self::Busy => LoadFailure::Peer,
         }
     }
+
+    /// Whether the producer's scheduler half is not there any more, and so none of its leases is: nobody
+    /// listens at its address, or somebody else does.
+    pub(crate) fn is_gone(&self) -> bool {
+        match self {
+            Self::Directory { error, .. } => {
+                matches!(**error, DirectoryError::ConnectionRefused { .. })
+            }
+            Self::OtherEngine { .. } => true,
+            _ => false,
+        }
+    }
 }
 
 /// A connection to one rank.
