@@ -8,9 +8,9 @@ use std::rc::Rc;
 
 use ucx_sys::{
     UCP_OP_ATTR_FIELD_CALLBACK, UCP_OP_ATTR_FIELD_FLAGS, UCP_OP_ATTR_FIELD_MEMORY_TYPE,
-    UCP_OP_ATTR_FIELD_USER_DATA, UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL, UCS_MEMORY_TYPE_HOST, UCS_OK,
-    ucp_request_param_t, ucp_request_param_t__bindgen_ty_1, ucs_memory_type_t, ucs_status_ptr_t,
-    ucs_status_t,
+    UCP_OP_ATTR_FIELD_USER_DATA, UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL, UCP_OP_ATTR_FLAG_NO_IMM_CMPL,
+    UCS_MEMORY_TYPE_HOST, UCS_OK, ucp_request_param_t, ucp_request_param_t__bindgen_ty_1,
+    ucs_memory_type_t, ucs_status_ptr_t, ucs_status_t,
 };
 
 use super::callbacks::{Mailbox, OperationRecord, on_operation_end};
@@ -58,7 +58,7 @@ pub(super) struct How {
     pub(super) flags: u32,
     /// What kind of memory it works on.
     pub(super) memory: ucs_memory_type_t,
-    /// `UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL`, or nothing.
+    /// `UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL` or `UCP_OP_ATTR_FLAG_NO_IMM_CMPL`, or nothing.
     pub(super) only: u32,
 }
 
@@ -76,6 +76,14 @@ impl How {
     pub(super) const fn at_once(self) -> Self {
         Self {
             only: UCP_OP_ATTR_FLAG_FORCE_IMM_CMPL,
+            ..self
+        }
+    }
+
+    /// Not at once, even if it could be.
+    pub(super) const fn queued(self) -> Self {
+        Self {
+            only: UCP_OP_ATTR_FLAG_NO_IMM_CMPL,
             ..self
         }
     }

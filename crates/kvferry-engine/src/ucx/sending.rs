@@ -4,6 +4,7 @@ use ucx_sys::{UCP_AM_SEND_FLAG_EAGER, UCS_ERR_NO_RESOURCE, UCS_OK, ucp_am_send_n
 
 use super::UcxFabric;
 use super::endpoint::{Link, Phase};
+use super::opening::Turn;
 use super::operations::{How, Operation, Submitted};
 use super::status;
 use super::worker::MESSAGE_ID;
@@ -39,20 +40,21 @@ impl UcxFabric {
         buffer: SendBuffer,
     ) -> Result<Posted<SendBuffer>, (SendBuffer, FabricError)> {
         let refused = |(buffer, refused): (SendBuffer, Refused)| (buffer, refused.into());
-        if !self.opening.has(endpoint) {
-            return self.post(endpoint, buffer, EAGER).map_err(refused);
-        }
-        let kept = if self.opening.is_waiting(endpoint) {
-            buffer
-        } else {
-            match self.post(endpoint, buffer, EAGER.at_once()) {
+        let kept = match self.opening.turn(endpoint) {
+            Turn::Usual => return self.post(endpoint, buffer, EAGER).map_err(refused),
+            Turn::Ask => {
+                self.opening.end(endpoint);
+                return self.post(endpoint, buffer, EAGER.queued()).map_err(refused);
+            }
+            Turn::Wait => buffer,
+            Turn::AtOnce => match self.post(endpoint, buffer, EAGER.at_once()) {
                 Ok(posted) => {
-                    self.opening.end(endpoint);
+                    self.opening.connected(endpoint);
                     return Ok(posted);
                 }
                 Err((buffer, Refused::Ucx(UCS_ERR_NO_RESOURCE))) => buffer,
                 Err(other) => return Err(refused(other)),
-            }
+            },
         };
         match self.open(CALL, endpoint) {
             Ok((found, ..)) => {
@@ -122,21 +124,19 @@ impl UcxFabric {
             // It waits to be closed.
             return false;
         }
-        let Some(first) = self.opening.next(endpoint) else {
-            return false;
-        };
-        match self.post(endpoint, first, EAGER.at_once()) {
-            Err((buffer, Refused::Ucx(UCS_ERR_NO_RESOURCE))) => {
-                self.opening.hold_first(endpoint, buffer);
-                return false;
+        let mut any = false;
+        while let Some(buffer) = self.opening.next(endpoint) {
+            match self.post(endpoint, buffer, EAGER.at_once()) {
+                Err((buffer, Refused::Ucx(UCS_ERR_NO_RESOURCE))) => {
+                    self.opening.hold_first(endpoint, buffer);
+                    return any;
+                }
+                posted => self.settle_post(endpoint, posted, sink),
             }
-            posted => self.settle_post(endpoint, posted, sink),
+            any = true;
         }
-        for buffer in self.opening.end(endpoint) {
-            let posted = self.post(endpoint, buffer, EAGER);
-            self.settle_post(endpoint, posted, sink);
-        }
-        true
+        self.opening.connected(endpoint);
+        any
     }
 
     /// What came of a segment that had waited, and was counted as pending.
