@@ -96,26 +96,13 @@ impl Scheduler {
             State::Parked | State::Running => return Ok(Admission::NotYet),
         };
         let local = hits.tokens;
-        let matched = connector.matched_tokens(&request.view(), local);
-        let (tokens, asynchronous) = answer(matched);
-        check_answer(id, request.prompt, local, (tokens, asynchronous))?;
-        if request.consumed && tokens != Some(0) {
-            let tokens = tokens.unwrap_or(0);
-            return Err(Violation::OfferedAgain {
-                request: id.clone(),
-                tokens,
-            });
-        }
-        if request.failed_loads >= self.config.max_tries && tokens != Some(0) {
-            let failed = request.failed_loads;
-            return Err(Violation::TooManyTries {
-                request: id.clone(),
-                failed,
-            });
-        }
-        let Some(offered) = tokens else {
-            self.put_off(id, matched)?;
-            return Ok(Admission::NotYet);
+        // As in vLLM: where something is computed or loaded, nobody is asked again.
+        let (offered, asynchronous) = match request.computed {
+            0 => match self.look_up(connector, id, local)? {
+                (Some(offered), asynchronous) => (offered, asynchronous),
+                (None, _) => return Ok(Admission::NotYet),
+            },
+            _ => (0, false),
         };
         let external = self.taken(id, offered);
         let asynchronous = asynchronous && external > 0;
@@ -138,6 +125,37 @@ impl Scheduler {
         }
         self.counts.zeroed_offers += u64::from(offered > 0 && external == 0);
         self.place(connector, id, (local, external), new, asynchronous)
+    }
+
+    /// Asks the connector, and holds its answer against the rules.
+    fn look_up(
+        &mut self,
+        connector: &mut dyn SchedulerConnector,
+        id: &RequestId,
+        local: u32,
+    ) -> Result<Answer, Violation> {
+        let request = &self.requests[id];
+        let matched = connector.matched_tokens(&request.view(), local);
+        let (tokens, asynchronous) = answer(matched);
+        check_answer(id, request.prompt, local, (tokens, asynchronous))?;
+        if request.consumed && tokens != Some(0) {
+            let tokens = tokens.unwrap_or(0);
+            return Err(Violation::OfferedAgain {
+                request: id.clone(),
+                tokens,
+            });
+        }
+        if request.failed_loads >= self.config.max_tries && tokens != Some(0) {
+            let failed = request.failed_loads;
+            return Err(Violation::TooManyTries {
+                request: id.clone(),
+                failed,
+            });
+        }
+        if tokens.is_none() {
+            self.put_off(id, matched)?;
+        }
+        Ok((tokens, asynchronous))
     }
 
     fn put_off(&mut self, id: &RequestId, matched: Matched) -> Result<(), Violation> {
