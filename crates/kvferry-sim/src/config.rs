@@ -62,7 +62,7 @@ impl Default for SchedulerConfig {
             max_tries: 2,
             zero_percent: 0,
             less_percent: 0,
-            reuse: Reuse::Oldest,
+            reuse: Reuse::Vllm,
         }
     }
 }

@@ -239,16 +239,22 @@ impl KvBlocks {
     ) -> Result<(), Violation> {
         for (group, table) in tables.iter_mut().enumerate() {
             let first = self.outside(self.kinds[group], computed, computed);
-            for place in table.iter_mut().take(first as usize).rev() {
-                let block = std::mem::replace(place, NULL_BLOCK);
-                self.release(group as u32, block, last_step)?;
-            }
+            let outside = table.iter_mut().take(first as usize).rev();
+            let blocks: Vec<u32> = outside
+                .map(|place| std::mem::replace(place, NULL_BLOCK))
+                .collect();
+            self.release(group as u32, blocks, last_step)?;
         }
         Ok(())
     }
 
-    fn release(&mut self, group: u32, block: u32, last_step: u64) -> Result<(), Violation> {
-        if self.pools[group as usize].release(block)? {
+    fn release(
+        &mut self,
+        group: u32,
+        blocks: impl IntoIterator<Item = u32>,
+        last_step: u64,
+    ) -> Result<(), Violation> {
+        for block in self.pools[group as usize].release(blocks)? {
             self.events.push(Event::Freed {
                 group,
                 block,
@@ -258,12 +264,11 @@ impl KvBlocks {
         Ok(())
     }
 
-    /// Gives all blocks back, the last first: they are the first to be handed out again.
+    /// Gives all blocks back, the last first: it is the first to be handed out again.
     pub(crate) fn free(&mut self, tables: &mut Tables, last_step: u64) -> Result<(), Violation> {
         for (group, table) in (0..).zip(tables.iter_mut()) {
-            for block in std::mem::take(table).into_iter().rev() {
-                self.release(group, block, last_step)?;
-            }
+            let blocks = std::mem::take(table);
+            self.release(group, blocks.into_iter().rev(), last_step)?;
         }
         Ok(())
     }

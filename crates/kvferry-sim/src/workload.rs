@@ -205,7 +205,7 @@ fn engine(rng: &mut Rng, options: &Options, name: &str, role: Role) -> EngineCon
             reuse: if rng.chance(50) {
                 Reuse::Newest
             } else {
-                Reuse::Oldest
+                Reuse::Vllm
             },
             ..SchedulerConfig::default()
         },

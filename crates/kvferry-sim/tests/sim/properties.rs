@@ -32,7 +32,7 @@ prop_compose! {
             failure_policy: if recompute { FailurePolicy::Recompute } else { FailurePolicy::Fail },
             max_tries: 2,
             zero_percent, less_percent,
-            reuse: if newest { Reuse::Newest } else { Reuse::Oldest },
+            reuse: if newest { Reuse::Newest } else { Reuse::Vllm },
         }
     }
 }
