@@ -26,7 +26,7 @@ impl Scheduler {
                 _ => {}
             }
         }
-        let queued = self.waiting.len() + self.running.len();
+        let queued = self.holding.len() + self.waiting.len() + self.running.len();
         match queued == self.requests.len() {
             true => Ok(()),
             false => Err(Violation::Simulator("a request is in no queue, or in two")),

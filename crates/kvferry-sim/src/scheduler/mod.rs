@@ -76,7 +76,10 @@ pub struct Scheduler {
     model: Model,
     seed: u64,
     requests: BTreeMap<RequestId, Request>,
-    /// In the order in which they are tried; those that are parked and ready among them.
+    /// Those that are parked or ready, in the order in which they are tried: before all others, so that
+    /// whoever has blocks never stands behind one that finds none.
+    holding: VecDeque<RequestId>,
+    /// The others that wait, in the order in which they are tried.
     waiting: VecDeque<RequestId>,
     running: Vec<RequestId>,
     endings: BTreeMap<RequestId, Ending>,
@@ -96,6 +99,7 @@ impl Scheduler {
             model: model.clone(),
             seed: config.seed,
             requests: BTreeMap::new(),
+            holding: VecDeque::new(),
             waiting: VecDeque::new(),
             running: Vec::new(),
             endings: BTreeMap::new(),
@@ -180,6 +184,7 @@ impl Scheduler {
         let Some(request) = self.requests.remove(id) else {
             return Ok(());
         };
+        self.holding.retain(|holding| holding != id);
         self.waiting.retain(|waiting| waiting != id);
         self.running.retain(|running| running != id);
         self.end(connector, request, how)
