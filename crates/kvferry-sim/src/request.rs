@@ -71,7 +71,7 @@ pub(crate) struct Request {
     pub(crate) params: Option<Params>,
     pub(crate) extra_key: String,
     pub(crate) state: State,
-    /// Positions that are computed or loaded, those of steps under way included.
+    /// Positions that are computed or loaded, those of steps and loads under way included.
     pub(crate) computed: u32,
     /// Those of steps under way.
     pub(crate) in_flight: u32,
@@ -82,6 +82,7 @@ pub(crate) struct Request {
     pub(crate) tables: Tables,
     /// Blocks per group that the workers know of; `None`: they do not know the request.
     pub(crate) told: Option<Vec<usize>>,
+    /// Its load, until that is settled.
     pub(crate) load: Option<Load>,
     /// A load was consumed since it has its blocks.
     pub(crate) consumed: bool,

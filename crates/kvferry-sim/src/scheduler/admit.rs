@@ -83,6 +83,7 @@ impl Scheduler {
         id: &RequestId,
         budget: u32,
     ) -> Result<Admission, Violation> {
+        self.settle(id)?;
         let request = self
             .requests
             .get(id)
@@ -125,6 +126,30 @@ impl Scheduler {
         }
         self.counts.zeroed_offers += u64::from(offered > 0 && external == 0);
         self.place(connector, id, (local, external), new, asynchronous)
+    }
+
+    /// A load that is over is settled when its request is next tried, as in vLLM: what it brought becomes
+    /// findable, and at least one token is left to be computed, which brings the first new one. Where
+    /// nothing is left the blocks are given back.
+    fn settle(&mut self, id: &RequestId) -> Result<(), Violation> {
+        let Some(request) = self
+            .requests
+            .get_mut(id)
+            .filter(|request| request.state == State::Ready)
+        else {
+            return Ok(());
+        };
+        if request.load.take().is_none() {
+            return Ok(());
+        }
+        if request.computed == 0 {
+            request.state = State::Waiting;
+            return self.kv.free(&mut request.tables, self.step);
+        }
+        self.kv
+            .cache(&request.tables, &request.chain, request.computed);
+        request.computed = request.computed.min(request.len() - 1);
+        Ok(())
     }
 
     /// Asks the connector, and holds its answer against the rules.
@@ -240,7 +265,8 @@ impl Scheduler {
         let total = local + external;
         if asynchronous {
             request.state = State::Parked;
-            request.computed = local;
+            // As in vLLM, what is loaded counts from the start.
+            request.computed = total;
             request.load = Some(Load {
                 from: local,
                 to: total,

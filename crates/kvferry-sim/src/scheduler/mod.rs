@@ -196,9 +196,17 @@ impl Scheduler {
         mut request: Request,
         how: Finish,
     ) -> Result<(), Violation> {
+        // As in vLLM, blocks are said as far as something counts as computed: with a load under way
+        // those that it is to fill.
+        let said = request.computed.div_ceil(self.config.block_tokens) as usize;
+        let blocks: Tables = request
+            .tables
+            .iter()
+            .map(|table| table[..said.min(table.len())].to_vec())
+            .collect();
         let answer = connector.request_finished(&FinishedRequest {
             request: request.view(),
-            blocks: GroupBlocks(&request.tables),
+            blocks: GroupBlocks(&blocks),
             computed: request.computed,
             in_flight: request.in_flight,
             how,

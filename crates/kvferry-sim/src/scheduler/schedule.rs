@@ -153,6 +153,7 @@ impl Scheduler {
         };
         self.kv.free(&mut request.tables, self.step)?;
         request.state = State::Waiting;
+        request.load = None;
         request.computed = 0;
         request.in_flight = 0;
         request.epoch += 1;

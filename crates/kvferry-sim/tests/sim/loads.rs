@@ -184,7 +184,7 @@ fn c90_with_the_fail_policy_a_failed_load_is_an_explicit_failure() {
     let calls = puppet.calls();
     assert_eq!(
         calls[calls.len() - 2..],
-        ["finished a Failed computed 0-0 blocks 2", "report 1+0"]
+        ["finished a Failed computed 8-0 blocks 2", "report 1+0"]
     );
     engine.check_end().unwrap();
 }
