@@ -162,11 +162,9 @@ impl BlockPool {
                 freed.push(block);
             }
         }
-        let is_front = |block: u32| {
-            self.reuse == Reuse::Vllm && self.blocks[block as usize].content.is_none()
-        };
-        let (front, back): (Vec<u32>, Vec<u32>) =
-            freed.iter().partition(|&&block| is_front(block));
+        let is_front =
+            |block: u32| self.reuse == Reuse::Vllm && self.blocks[block as usize].content.is_none();
+        let (front, back): (Vec<u32>, Vec<u32>) = freed.iter().partition(|&&block| is_front(block));
         for block in front.into_iter().rev() {
             self.enqueue(block, true);
         }

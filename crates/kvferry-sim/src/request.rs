@@ -82,6 +82,9 @@ pub(crate) struct Request {
     pub(crate) tables: Tables,
     /// Blocks per group that the workers know of; `None`: they do not know the request.
     pub(crate) told: Option<Vec<usize>>,
+    /// Its prompt is being loaded or computed, and the blocks that it still needs for that are kept for
+    /// it: loads may not take them.
+    pub(crate) prefilling: bool,
     /// Its load, until that is settled.
     pub(crate) load: Option<Load>,
     /// A load was consumed since it has its blocks.
@@ -110,6 +113,7 @@ impl Request {
             epoch: 0,
             tables: vec![Vec::new(); groups],
             told: None,
+            prefilling: false,
             load: None,
             consumed: false,
             failed_loads: 0,

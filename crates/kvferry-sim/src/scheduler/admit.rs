@@ -7,7 +7,7 @@ use kvferry_wire::RequestId;
 
 use super::Scheduler;
 use super::schedule::Picked;
-use crate::kv::{Event, Hits};
+use crate::kv::{Event, Hits, Room};
 use crate::model::GroupKind;
 use crate::request::{Load, Request, State};
 use crate::rng::Rng;
@@ -121,7 +121,8 @@ impl Scheduler {
         } else {
             self.config.lookahead
         };
-        if !self.give_blocks(id, &hits, total, new + lookahead)? {
+        let room = self.room(id, asynchronous);
+        if !self.give_blocks(id, &hits, total, new + lookahead, &room)? {
             return Ok(Admission::NoRoom);
         }
         self.counts.zeroed_offers += u64::from(offered > 0 && external == 0);
@@ -220,12 +221,36 @@ impl Scheduler {
         }
     }
 
+    /// What must be free for a request to be admitted.
+    fn room(&self, id: &RequestId, asynchronous: bool) -> Room {
+        if !self.config.reserve {
+            return Room::default();
+        }
+        let mut reserved = Vec::new();
+        if asynchronous {
+            reserved = vec![0; self.model.groups.len()];
+            // Not what it needs itself: vLLM counts that too where a second load follows a failed one.
+            let others = self.requests.values().filter(|other| other.id != *id);
+            for other in others.filter(|other| other.prefilling) {
+                let missing = self.kv.missing(&other.tables, other.computed, other.len());
+                for (reserved, missing) in reserved.iter_mut().zip(missing) {
+                    *reserved += missing;
+                }
+            }
+        }
+        Room {
+            whole: self.requests[id].len(),
+            reserved,
+        }
+    }
+
     fn give_blocks(
         &mut self,
         id: &RequestId,
         hits: &Hits,
         total: u32,
         more: u32,
+        room: &Room,
     ) -> Result<bool, Violation> {
         let mut request = self
             .requests
@@ -234,7 +259,7 @@ impl Scheduler {
         let last = request.len() - 1;
         let given = self
             .kv
-            .allocate(&mut request.tables, hits, total, last, total + more);
+            .allocate(&mut request.tables, hits, (total, last), total + more, room);
         self.requests.insert(id.clone(), request);
         Ok(given)
     }
@@ -263,6 +288,7 @@ impl Scheduler {
             self.counts.local_tokens += u64::from(local);
         }
         let total = local + external;
+        request.prefilling |= asynchronous || total + new < request.len();
         if asynchronous {
             request.state = State::Parked;
             // As in vLLM, what is loaded counts from the start.

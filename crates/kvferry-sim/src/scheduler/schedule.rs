@@ -140,9 +140,9 @@ impl Scheduler {
         Ok(self.kv.allocate(
             &mut request.tables,
             &Default::default(),
-            computed,
-            computed,
+            (computed, computed),
             slots,
+            &Default::default(),
         ))
     }
 
@@ -154,6 +154,7 @@ impl Scheduler {
         self.kv.free(&mut request.tables, self.step)?;
         request.state = State::Waiting;
         request.load = None;
+        request.prefilling = false;
         request.computed = 0;
         request.in_flight = 0;
         request.epoch += 1;
@@ -276,6 +277,7 @@ impl Scheduler {
         request.in_flight += picked.tokens;
         let samples = request.computed == request.len() + request.placeholders;
         request.placeholders += u32::from(samples);
+        request.prefilling &= !samples;
         self.counts.computed_tokens += u64::from(picked.tokens);
         Ok(Work {
             id: picked.id.clone(),

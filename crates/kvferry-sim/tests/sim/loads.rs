@@ -356,8 +356,10 @@ fn every_rank_must_report_and_reports_may_come_steps_later() {
 
 #[test]
 fn ready_requests_that_block_one_another_are_computed_anew() {
-    // Two loads fill the pool of 7 blocks; both requests need a block more.
+    // Two loads fill the pool of 7 blocks; both requests need a block more. With `reserve` the second
+    // load would have to wait.
     let (puppet, mut engine) = with(SchedulerConfig {
+        reserve: false,
         blocks: 8,
         max_running: 4,
         ..recompute()
