@@ -115,11 +115,10 @@ impl Scheduler {
             false if !self.config.chunked && wanted > budget => return Ok(Admission::NoRoom),
             false => wanted.min(budget),
         };
-        // As in vLLM, no lookahead where nothing is computed yet.
-        let lookahead = if local == 0 || asynchronous {
-            0
-        } else {
-            self.config.lookahead
+        // As in vLLM, no lookahead where nothing is computed in this step.
+        let lookahead = match asynchronous {
+            true => 0,
+            false => self.config.lookahead,
         };
         let room = self.room(id, asynchronous);
         if !self.give_blocks(id, &hits, total, new + lookahead, &room)? {
