@@ -150,12 +150,14 @@ scenarios!(
     load_cap,
     many,
     mixed,
+    order,
     plain,
     preempt,
     preempt_load,
     prefix,
     reject,
     room,
+    room_loads,
     zero,
 );
 
