@@ -31,6 +31,10 @@ pub struct SchedulerConfig {
     pub token_budget: u32,
     /// Whether a prompt may be computed in parts. Without it, longer prompts than the budget are refused.
     pub chunked: bool,
+    /// Whether a request is admitted only if all of it fits, and a load only if it leaves the prompts that
+    /// are under way what they still need, as vLLM does (`scheduler_reserve_full_isl`). Otherwise
+    /// requests that have loaded blocks can stand in each other's way.
+    pub reserve: bool,
     /// Whether the next step is scheduled before the output of the last one is processed.
     pub asynchronous: bool,
     /// Slots for that many more tokens are allocated to running requests, as for speculative decoding.
@@ -58,13 +62,14 @@ impl Default for SchedulerConfig {
             max_running: 8,
             token_budget: 32,
             chunked: true,
+            reserve: true,
             asynchronous: false,
             lookahead: 0,
             failure_policy: FailurePolicy::Fail,
             max_tries: 2,
             zero_percent: 0,
             less_percent: 0,
-            reuse: Reuse::Oldest,
+            reuse: Reuse::Vllm,
             scatter: None,
         }
     }

@@ -82,7 +82,17 @@ pub struct KvBlocks {
     kinds: Vec<GroupKind>,
     pools: Vec<BlockPool>,
     block_tokens: u32,
+    token_budget: u32,
     events: Vec<Event>,
+}
+
+/// What must be free beside the blocks that a request is given.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Room {
+    /// With its blocks it must have room for so many positions, those that it has included.
+    pub(crate) whole: u32,
+    /// Blocks per group that others will need; none if it is empty.
+    pub(crate) reserved: Vec<u32>,
 }
 
 /// What the prefix cache has of a request.
@@ -111,6 +121,7 @@ impl KvBlocks {
                 .map(|(group, _)| pool(group, config))
                 .collect(),
             block_tokens: config.block_tokens,
+            token_budget: config.token_budget,
             events: Vec::new(),
         }
     }
@@ -174,14 +185,15 @@ impl KvBlocks {
 
     /// Gives a request what it needs for `slots` positions, of which `computed` are or will be there
     /// without its computing them; in front come `hits`, if it has nothing yet. `last` is the last position that
-    /// may be computed next. Changes nothing and says false if there are too few blocks.
+    /// may be computed next. Changes nothing and says false if there are too few blocks, or less `room`
+    /// than there is to be.
     pub(crate) fn allocate(
         &mut self,
         tables: &mut Tables,
         hits: &Hits,
-        computed: u32,
-        last: u32,
+        (computed, last): (u32, u32),
         slots: u32,
+        room: &Room,
     ) -> bool {
         let need = slots.div_ceil(self.block_tokens);
         let fits = (0..self.kinds.len()).all(|group| {
@@ -194,7 +206,10 @@ impl KvBlocks {
                 .zip(hits.iter().skip(first as usize))
                 .filter(|&(_, &block)| block != NULL_BLOCK && pool.references(block) == 0)
                 .count() as u32;
-            pool.free_blocks() >= need.saturating_sub(have.max(first)) + woken
+            let missing = |need: u32| need.saturating_sub(have.max(first)) + woken;
+            let reserved = room.reserved.get(group).copied().unwrap_or(0);
+            pool.free_blocks() >= missing(need) + reserved
+                && pool.free_blocks() >= missing(self.at_once(group, room.whole))
         });
         if !fits {
             return false;
@@ -205,6 +220,31 @@ impl KvBlocks {
             self.grow(group as u32, table, hits, first, need);
         }
         true
+    }
+
+    /// Blocks that a request of so many positions has at once: of a window no more than it and a step
+    /// need.
+    fn at_once(&self, group: usize, positions: u32) -> u32 {
+        let all = positions.div_ceil(self.block_tokens);
+        match self.kinds[group] {
+            GroupKind::Full => all,
+            GroupKind::Window { tokens } => {
+                let most = (tokens - 1 + self.token_budget).div_ceil(self.block_tokens) + 1;
+                all.min(most)
+            }
+        }
+    }
+
+    /// Blocks per group that a request of so many positions needs beside those that it has.
+    pub(crate) fn missing(&self, tables: &Tables, computed: u32, positions: u32) -> Vec<u32> {
+        let groups = tables.iter().enumerate();
+        groups
+            .map(|(group, table)| {
+                let first = self.outside(self.kinds[group], computed, computed);
+                let have = (table.len() as u32).max(first);
+                self.at_once(group, positions).saturating_sub(have)
+            })
+            .collect()
     }
 
     fn grow(&mut self, group: u32, table: &mut Vec<u32>, hits: &[u32], first: u32, need: u32) {
@@ -250,16 +290,22 @@ impl KvBlocks {
     ) -> Result<(), Violation> {
         for (group, table) in tables.iter_mut().enumerate() {
             let first = self.outside(self.kinds[group], computed, computed);
-            for place in table.iter_mut().take(first as usize).rev() {
-                let block = std::mem::replace(place, NULL_BLOCK);
-                self.release(group as u32, block, last_step)?;
-            }
+            let outside = table.iter_mut().take(first as usize).rev();
+            let blocks: Vec<u32> = outside
+                .map(|place| std::mem::replace(place, NULL_BLOCK))
+                .collect();
+            self.release(group as u32, blocks, last_step)?;
         }
         Ok(())
     }
 
-    fn release(&mut self, group: u32, block: u32, last_step: u64) -> Result<(), Violation> {
-        if self.pools[group as usize].release(block)? {
+    fn release(
+        &mut self,
+        group: u32,
+        blocks: impl IntoIterator<Item = u32>,
+        last_step: u64,
+    ) -> Result<(), Violation> {
+        for block in self.pools[group as usize].release(blocks)? {
             self.events.push(Event::Freed {
                 group,
                 block,
@@ -269,12 +315,11 @@ impl KvBlocks {
         Ok(())
     }
 
-    /// Gives all blocks back, the last first: they are the first to be handed out again.
+    /// Gives all blocks back, the last first: it is the first to be handed out again.
     pub(crate) fn free(&mut self, tables: &mut Tables, last_step: u64) -> Result<(), Violation> {
         for (group, table) in (0..).zip(tables.iter_mut()) {
-            for block in std::mem::take(table).into_iter().rev() {
-                self.release(group, block, last_step)?;
-            }
+            let blocks = std::mem::take(table);
+            self.release(group, blocks.into_iter().rev(), last_step)?;
         }
         Ok(())
     }
@@ -348,7 +393,7 @@ mod tests {
         let mut kv = blocks(&[GroupKind::Full], 6);
         let mut first = vec![vec![]];
         let chain = chain(13);
-        assert!(kv.allocate(&mut first, &Hits::default(), 0, 12, 13));
+        assert!(kv.allocate(&mut first, &Hits::default(), (0, 12), 13, &Room::default()));
         assert_eq!(kv.hits(&chain, 12).tokens, 0);
         kv.cache(&first, &chain, 10);
         assert_eq!(kv.hits(&chain, 12).tokens, 8);
@@ -357,11 +402,24 @@ mod tests {
         let hits = kv.hits(&chain, 12);
         let mut second = vec![vec![]];
         assert!(
-            !kv.allocate(&mut second, &hits, 8, 20, 21),
+            !kv.allocate(&mut second, &hits, (8, 20), 21, &Room::default()),
             "3 more than the 1 left"
         );
         assert!(second[0].is_empty());
-        assert!(kv.allocate(&mut second, &hits, 8, 12, 12));
+        // As little room would be left for the whole of it, or for others.
+        for room in [
+            Room {
+                whole: 21,
+                ..Room::default()
+            },
+            Room {
+                reserved: vec![1],
+                ..Room::default()
+            },
+        ] {
+            assert!(!kv.allocate(&mut second, &hits, (8, 12), 12, &room));
+        }
+        assert!(kv.allocate(&mut second, &hits, (8, 12), 12, &Room::default()));
         assert_eq!(second[0][..2], first[0][..2]);
         kv.check([&first, &second].into_iter()).unwrap();
         kv.free(&mut first, 0).unwrap();
@@ -375,10 +433,11 @@ mod tests {
         let mut kv = blocks(&[GroupKind::Full, GroupKind::Window { tokens: 5 }], 10);
         let mut tables = vec![vec![]; 2];
         // 16 positions are loaded: the next query, at 16, looks back to 12.
-        assert!(kv.allocate(&mut tables, &Hits::default(), 16, 19, 17));
+        let room = Room::default();
+        assert!(kv.allocate(&mut tables, &Hits::default(), (16, 19), 17, &room));
         assert_eq!(tables, [vec![1, 2, 3, 4, 5], vec![0, 0, 0, 1, 2]]);
         // Computed to 20, the window begins at 16.
-        assert!(kv.allocate(&mut tables, &Hits::default(), 20, 20, 21));
+        assert!(kv.allocate(&mut tables, &Hits::default(), (20, 20), 21, &room));
         kv.slide(&mut tables, 20, 7).unwrap();
         assert_eq!(tables[1], [0, 0, 0, 0, 2, 3]);
         assert!(kv.take_events().contains(&Event::Freed {

@@ -18,9 +18,10 @@ use crate::violation::Violation;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reuse {
-    /// The one that is free for longest, as vLLM does.
+    /// As vLLM does: first those that are not cached, what was freed last in front; then cached ones,
+    /// the one that is free for longest in front.
     #[default]
-    Oldest,
+    Vllm,
     /// The one that was freed last: whoever still writes to a block that it gave back is found at once.
     Newest,
 }
@@ -48,10 +49,11 @@ pub struct Taken {
 pub struct BlockPool {
     blocks: Vec<Block>,
     free: BTreeMap<i64, u32>,
-    next_place: i64,
+    /// Places at the front, and at the back, that were given out.
+    places: (i64, i64),
     reuse: Reuse,
-    /// Full blocks by the hash of everything up to their last token.
-    cached: HashMap<u64, u32>,
+    /// Full blocks by the hash of everything up to their last token; the first of them is found.
+    cached: HashMap<u64, Vec<u32>>,
 }
 
 impl BlockPool {
@@ -75,20 +77,26 @@ impl BlockPool {
         let mut pool = Self {
             blocks: vec![Block::default(); order.len() + 1],
             free: BTreeMap::new(),
-            next_place: 0,
+            places: (0, 0),
             reuse,
             cached: HashMap::new(),
         };
         for block in order {
-            pool.enqueue(block);
+            pool.enqueue(block, false);
         }
         pool
     }
 
-    fn enqueue(&mut self, block: u32) {
-        self.next_place += 1;
-        self.blocks[block as usize].place = Some(self.next_place);
-        self.free.insert(self.next_place, block);
+    fn enqueue(&mut self, block: u32, front: bool) {
+        let place = if front {
+            self.places.0 -= 1;
+            self.places.0
+        } else {
+            self.places.1 += 1;
+            self.places.1
+        };
+        self.blocks[block as usize].place = Some(place);
+        self.free.insert(place, block);
     }
 
     /// Blocks, without the null block.
@@ -125,15 +133,20 @@ impl BlockPool {
         let mut taken = Vec::with_capacity(count as usize);
         for _ in 0..count {
             let (_, block) = match self.reuse {
-                Reuse::Oldest => self.free.pop_first()?,
+                Reuse::Vllm => self.free.pop_first()?,
                 Reuse::Newest => self.free.pop_last()?,
             };
             let state = &mut self.blocks[block as usize];
             state.place = None;
             state.references = 1;
             let evicted = state.content.take();
-            if let Some(&key) = evicted.as_ref().and_then(|chain| chain.last()) {
-                self.cached.remove(&key);
+            if let Some(&key) = evicted.as_ref().and_then(|chain| chain.last())
+                && let Some(equal) = self.cached.get_mut(&key)
+            {
+                equal.retain(|&other| other != block);
+                if equal.is_empty() {
+                    self.cached.remove(&key);
+                }
             }
             taken.push(Taken { block, evicted });
         }
@@ -149,14 +162,34 @@ impl BlockPool {
         }
     }
 
-    /// One less refers to a block; true if it is free now. The null block is ignored.
+    /// One less refers to each of these blocks; returns those that are free now, which are handed out
+    /// again in this order. The null block is ignored.
     ///
     /// # Errors
     /// [`Violation::FreedTwice`] if nobody does.
-    pub fn release(&mut self, block: u32) -> Result<bool, Violation> {
-        if block == NULL_BLOCK {
-            return Ok(false);
+    pub fn release(
+        &mut self,
+        blocks: impl IntoIterator<Item = u32>,
+    ) -> Result<Vec<u32>, Violation> {
+        let mut freed = Vec::new();
+        for block in blocks {
+            if block != NULL_BLOCK && self.release_one(block)? {
+                freed.push(block);
+            }
         }
+        let is_front =
+            |block: u32| self.reuse == Reuse::Vllm && self.blocks[block as usize].content.is_none();
+        let (front, back): (Vec<u32>, Vec<u32>) = freed.iter().partition(|&&block| is_front(block));
+        for block in front.into_iter().rev() {
+            self.enqueue(block, true);
+        }
+        for block in back {
+            self.enqueue(block, false);
+        }
+        Ok(freed)
+    }
+
+    fn release_one(&mut self, block: u32) -> Result<bool, Violation> {
         let state = self
             .blocks
             .get_mut(block as usize)
@@ -165,28 +198,24 @@ impl BlockPool {
             return Err(Violation::FreedTwice { block });
         };
         state.references -= 1;
-        if state.references > 0 {
-            return Ok(false);
-        }
-        self.enqueue(block);
-        Ok(true)
+        Ok(state.references == 0)
     }
 
     /// Makes a full block findable under what it holds. Where another block has the same content, that
-    /// one stays.
+    /// one is found as long as it is cached.
     pub fn cache(&mut self, block: u32, chain: &[u64]) {
         let Some(&key) = chain.last() else { return };
-        if block == NULL_BLOCK || self.cached.contains_key(&key) {
+        if block == NULL_BLOCK {
             return;
         }
-        self.cached.insert(key, block);
+        self.cached.entry(key).or_default().push(block);
         self.blocks[block as usize].content = Some(chain.into());
     }
 
     /// The block that is cached under the hash of everything up to its last token.
     #[must_use]
     pub fn find(&self, key: u64) -> Option<u32> {
-        self.cached.get(&key).copied()
+        self.cached.get(&key)?.first().copied()
     }
 
     /// Every cached block with what it holds.
@@ -235,20 +264,23 @@ mod tests {
     }
 
     #[test]
-    fn blocks_come_back_oldest_first_and_never_the_null_block() {
-        let mut pool = BlockPool::new(4, Reuse::Oldest);
-        assert_eq!((pool.usable(), ids(pool.take(3))), (3, vec![1, 2, 3]));
-        assert_eq!(pool.take(1), None);
-        for block in [2, 0, 3, 1] {
-            pool.release(block).unwrap();
+    fn cached_blocks_come_back_last_and_never_the_null_block() {
+        let mut pool = BlockPool::new(8, Reuse::Vllm);
+        assert_eq!((pool.usable(), ids(pool.take(6))), (7, (1..7).collect()));
+        assert_eq!(pool.take(2), None);
+        for block in [2, 5] {
+            pool.cache(block, &[10 + u64::from(block)]);
         }
-        assert_eq!(ids(pool.take(2)), [2, 3]);
+        assert_eq!(pool.release([6, 0, 5, 4]).unwrap(), [6, 5, 4]);
+        assert_eq!(pool.release([3, 2, 1]).unwrap(), [3, 2, 1]);
+        // What was freed last and is not cached, then what was never used, then what is cached.
+        assert_eq!(ids(pool.take(7)), [3, 1, 6, 4, 7, 5, 2]);
     }
 
     #[test]
     fn scattered_blocks_come_once_each_and_hardly_ever_side_by_side() {
         let scattered = |seed| {
-            let mut pool = BlockPool::scattered(1001, Reuse::Oldest, &mut Rng::new(seed));
+            let mut pool = BlockPool::scattered(1001, Reuse::Vllm, &mut Rng::new(seed));
             ids(pool.take(1000))
         };
         let mut found = scattered(1);
@@ -264,33 +296,36 @@ mod tests {
     fn c7_a_freed_block_can_be_handed_out_again_at_once() {
         let mut pool = BlockPool::new(9, Reuse::Newest);
         let taken = ids(pool.take(3));
-        assert!(pool.release(taken[1]).unwrap());
+        assert_eq!(pool.release([taken[1]]).unwrap(), [taken[1]]);
         assert_eq!(ids(pool.take(1)), [taken[1]]);
     }
 
     #[test]
     fn a_cached_block_is_found_while_free_and_until_it_is_handed_out() {
-        let mut pool = BlockPool::new(3, Reuse::Oldest);
+        let mut pool = BlockPool::new(3, Reuse::Vllm);
         let taken = ids(pool.take(2));
         pool.cache(taken[0], &[10, 11]);
-        // The second block with that content is not the one that is found.
+        // The second block with that content is found when the first is given up.
         pool.cache(taken[1], &[10, 11]);
-        pool.release(taken[0]).unwrap();
+        pool.release([taken[0]]).unwrap();
         assert_eq!((pool.find(11), pool.free_blocks()), (Some(taken[0]), 1));
         pool.share(taken[0]);
         assert_eq!((pool.references(taken[0]), pool.free_blocks()), (1, 0));
-        pool.release(taken[0]).unwrap();
+        pool.release([taken[0]]).unwrap();
         let again = pool.take(1).unwrap().remove(0);
         assert_eq!(
             (again.block, again.evicted.as_deref()),
             (taken[0], Some(&[10, 11][..]))
         );
+        assert_eq!(pool.find(11), Some(taken[1]));
+        pool.release([taken[1]]).unwrap();
+        pool.take(1).unwrap();
         assert_eq!(pool.find(11), None);
     }
 
     #[test]
     fn a_second_free_and_wrong_counts_are_found() {
-        let mut pool = BlockPool::new(3, Reuse::Oldest);
+        let mut pool = BlockPool::new(3, Reuse::Vllm);
         pool.take(1).unwrap();
         let counted = |count| HashMap::from([(1, count)]);
         pool.check(0, &counted(1)).unwrap();
@@ -303,9 +338,9 @@ mod tests {
                 ..
             })
         ));
-        assert!(pool.release(1).unwrap());
+        assert_eq!(pool.release([1]).unwrap(), [1]);
         assert!(matches!(
-            pool.release(1),
+            pool.release([1]),
             Err(Violation::FreedTwice { block: 1 })
         ));
         pool.check(0, &HashMap::new()).unwrap();

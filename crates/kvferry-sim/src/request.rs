@@ -72,7 +72,7 @@ pub(crate) struct Request {
     pub(crate) params: Option<Params>,
     pub(crate) extra_key: String,
     pub(crate) state: State,
-    /// Positions that are computed or loaded, those of steps under way included.
+    /// Positions that are computed or loaded, those of steps and loads under way included.
     pub(crate) computed: u32,
     /// Those of steps under way.
     pub(crate) in_flight: u32,
@@ -83,6 +83,10 @@ pub(crate) struct Request {
     pub(crate) tables: Tables,
     /// Blocks per group that the workers know of; `None`: they do not know the request.
     pub(crate) told: Option<Vec<usize>>,
+    /// Its prompt is being loaded or computed, and the blocks that it still needs for that are kept for
+    /// it: loads may not take them.
+    pub(crate) prefilling: bool,
+    /// Its load, until that is settled.
     pub(crate) load: Option<Load>,
     /// A load was consumed since it has its blocks.
     pub(crate) consumed: bool,
@@ -110,6 +114,7 @@ impl Request {
             epoch: 0,
             tables: vec![Vec::new(); groups],
             told: None,
+            prefilling: false,
             load: None,
             consumed: false,
             failed_loads: 0,

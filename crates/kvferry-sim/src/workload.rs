@@ -194,6 +194,8 @@ fn engine(rng: &mut Rng, options: &Options, name: &str, role: Role) -> EngineCon
             max_running: rng.between(1, 8),
             token_budget: rng.between(4, 64),
             chunked: true,
+            // Without it requests get into each other's way more often.
+            reserve: rng.chance(70),
             asynchronous: rng.chance(50),
             lookahead: if rng.chance(30) { rng.between(1, 6) } else { 0 },
             failure_policy: match rng.chance(50) {
@@ -205,7 +207,7 @@ fn engine(rng: &mut Rng, options: &Options, name: &str, role: Role) -> EngineCon
             reuse: if rng.chance(50) {
                 Reuse::Newest
             } else {
-                Reuse::Oldest
+                Reuse::Vllm
             },
             ..SchedulerConfig::default()
         },

@@ -42,7 +42,7 @@ pub struct GroupBlocks<'a>(pub &'a [Vec<u32>]);
 pub struct Allocation<'a> {
     /// All of its blocks, also those that were found in the prefix cache.
     pub blocks: GroupBlocks<'a>,
-    /// Tokens that the scheduler's own prefix cache had.
+    /// Tokens that the scheduler's own prefix cache had; after a load, all that count as computed.
     pub local_computed: u32,
     /// Tokens that this connector is to load: what it offered, or less, or none (another child was
     /// chosen; a scheduler's own reasons).
@@ -92,9 +92,9 @@ pub enum Finish {
 pub struct FinishedRequest<'a> {
     /// The request.
     pub request: RequestView<'a>,
-    /// All of its blocks.
+    /// All of its blocks that `computed` reaches into.
     pub blocks: GroupBlocks<'a>,
-    /// Tokens that were computed, with those of steps that are still under way.
+    /// Tokens that were computed, with those of steps and of a load that are still under way.
     pub computed: u32,
     /// Tokens of steps that are still under way.
     pub in_flight: u32,

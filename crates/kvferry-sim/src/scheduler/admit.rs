@@ -7,7 +7,7 @@ use kvferry_wire::RequestId;
 
 use super::Scheduler;
 use super::schedule::Picked;
-use crate::kv::{Event, Hits};
+use crate::kv::{Event, Hits, Room};
 use crate::model::GroupKind;
 use crate::request::{Load, Request, State};
 use crate::rng::Rng;
@@ -83,6 +83,7 @@ impl Scheduler {
         id: &RequestId,
         budget: u32,
     ) -> Result<Admission, Violation> {
+        self.settle(id)?;
         let request = self
             .requests
             .get(id)
@@ -96,6 +97,69 @@ impl Scheduler {
             State::Parked | State::Running => return Ok(Admission::NotYet),
         };
         let local = hits.tokens;
+        // As in vLLM: where something is computed or loaded, nobody is asked again.
+        let (offered, asynchronous) = match request.computed {
+            0 => match self.look_up(connector, id, local)? {
+                (Some(offered), asynchronous) => (offered, asynchronous),
+                (None, _) => return Ok(Admission::NotYet),
+            },
+            _ => (0, false),
+        };
+        let external = self.taken(id, offered);
+        let asynchronous = asynchronous && external > 0;
+        let total = local + external;
+        let request = &self.requests[id];
+        let wanted = request.len() - total;
+        let new = match asynchronous {
+            true => 0,
+            false if !self.config.chunked && wanted > budget => return Ok(Admission::NoRoom),
+            false => wanted.min(budget),
+        };
+        // As in vLLM, no lookahead where nothing is computed in this step.
+        let lookahead = match asynchronous {
+            true => 0,
+            false => self.config.lookahead,
+        };
+        let room = self.room(id, asynchronous);
+        if !self.give_blocks(id, &hits, total, new + lookahead, &room)? {
+            return Ok(Admission::NoRoom);
+        }
+        self.counts.zeroed_offers += u64::from(offered > 0 && external == 0);
+        self.place(connector, id, (local, external), new, asynchronous)
+    }
+
+    /// A load that is over is settled when its request is next tried, as in vLLM: what it brought becomes
+    /// findable, and at least one token is left to be computed, which brings the first new one. Where
+    /// nothing is left the blocks are given back.
+    fn settle(&mut self, id: &RequestId) -> Result<(), Violation> {
+        let Some(request) = self
+            .requests
+            .get_mut(id)
+            .filter(|request| request.state == State::Ready)
+        else {
+            return Ok(());
+        };
+        if request.load.take().is_none() {
+            return Ok(());
+        }
+        if request.computed == 0 {
+            request.state = State::Waiting;
+            return self.kv.free(&mut request.tables, self.step);
+        }
+        self.kv
+            .cache(&request.tables, &request.chain, request.computed);
+        request.computed = request.computed.min(request.len() - 1);
+        Ok(())
+    }
+
+    /// Asks the connector, and holds its answer against the rules.
+    fn look_up(
+        &mut self,
+        connector: &mut dyn SchedulerConnector,
+        id: &RequestId,
+        local: u32,
+    ) -> Result<Answer, Violation> {
+        let request = &self.requests[id];
         let matched = connector.matched_tokens(&request.view(), local);
         let (tokens, asynchronous) = answer(matched);
         check_answer(id, request.prompt, local, (tokens, asynchronous))?;
@@ -113,31 +177,10 @@ impl Scheduler {
                 failed,
             });
         }
-        let Some(offered) = tokens else {
+        if tokens.is_none() {
             self.put_off(id, matched)?;
-            return Ok(Admission::NotYet);
-        };
-        let external = self.taken(id, offered);
-        let asynchronous = asynchronous && external > 0;
-        let total = local + external;
-        let request = &self.requests[id];
-        let wanted = request.len() - total;
-        let new = match asynchronous {
-            true => 0,
-            false if !self.config.chunked && wanted > budget => return Ok(Admission::NoRoom),
-            false => wanted.min(budget),
-        };
-        // As in vLLM, no lookahead where nothing is computed yet.
-        let lookahead = if local == 0 || asynchronous {
-            0
-        } else {
-            self.config.lookahead
-        };
-        if !self.give_blocks(id, &hits, total, new + lookahead)? {
-            return Ok(Admission::NoRoom);
         }
-        self.counts.zeroed_offers += u64::from(offered > 0 && external == 0);
-        self.place(connector, id, (local, external), new, asynchronous)
+        Ok((tokens, asynchronous))
     }
 
     fn put_off(&mut self, id: &RequestId, matched: Matched) -> Result<(), Violation> {
@@ -177,12 +220,36 @@ impl Scheduler {
         }
     }
 
+    /// What must be free for a request to be admitted.
+    fn room(&self, id: &RequestId, asynchronous: bool) -> Room {
+        if !self.config.reserve {
+            return Room::default();
+        }
+        let mut reserved = Vec::new();
+        if asynchronous {
+            reserved = vec![0; self.model.groups.len()];
+            // Not what it needs itself: vLLM counts that too where a second load follows a failed one.
+            let others = self.requests.values().filter(|other| other.id != *id);
+            for other in others.filter(|other| other.prefilling) {
+                let missing = self.kv.missing(&other.tables, other.computed, other.len());
+                for (reserved, missing) in reserved.iter_mut().zip(missing) {
+                    *reserved += missing;
+                }
+            }
+        }
+        Room {
+            whole: self.requests[id].len(),
+            reserved,
+        }
+    }
+
     fn give_blocks(
         &mut self,
         id: &RequestId,
         hits: &Hits,
         total: u32,
         more: u32,
+        room: &Room,
     ) -> Result<bool, Violation> {
         let mut request = self
             .requests
@@ -191,7 +258,7 @@ impl Scheduler {
         let last = request.len() - 1;
         let given = self
             .kv
-            .allocate(&mut request.tables, hits, total, last, total + more);
+            .allocate(&mut request.tables, hits, (total, last), total + more, room);
         self.requests.insert(id.clone(), request);
         Ok(given)
     }
@@ -220,9 +287,11 @@ impl Scheduler {
             self.counts.local_tokens += u64::from(local);
         }
         let total = local + external;
+        request.prefilling |= asynchronous || total + new < request.len();
         if asynchronous {
             request.state = State::Parked;
-            request.computed = local;
+            // As in vLLM, what is loaded counts from the start.
+            request.computed = total;
             request.load = Some(Load {
                 from: local,
                 to: total,

@@ -26,7 +26,7 @@ impl Scheduler {
                 _ => {}
             }
         }
-        let queued = self.waiting.len() + self.running.len();
+        let queued = self.holding.len() + self.waiting.len() + self.running.len();
         match queued == self.requests.len() {
             true => Ok(()),
             false => Err(Violation::Simulator("a request is in no queue, or in two")),
@@ -178,7 +178,8 @@ mod tests {
             tables: vec![vec![1]],
         };
         let mut tables = vec![vec![]];
-        assert!(scheduler.kv.allocate(&mut tables, &hits, 4, 4, 4));
+        let room = crate::kv::Room::default();
+        assert!(scheduler.kv.allocate(&mut tables, &hits, (4, 4), 4, &room));
         if let Some(request) = scheduler.requests.get_mut(&b) {
             request.tables[0].extend(&tables[0]);
         }

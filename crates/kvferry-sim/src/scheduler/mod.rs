@@ -76,7 +76,10 @@ pub struct Scheduler {
     model: Model,
     seed: u64,
     requests: BTreeMap<RequestId, Request>,
-    /// In the order in which they are tried; those that are parked and ready among them.
+    /// Those that are parked or ready, in the order in which they are tried: before all others, so that
+    /// whoever has blocks never stands behind one that finds none.
+    holding: VecDeque<RequestId>,
+    /// The others that wait, in the order in which they are tried.
     waiting: VecDeque<RequestId>,
     running: Vec<RequestId>,
     endings: BTreeMap<RequestId, Ending>,
@@ -96,6 +99,7 @@ impl Scheduler {
             model: model.clone(),
             seed: config.seed,
             requests: BTreeMap::new(),
+            holding: VecDeque::new(),
             waiting: VecDeque::new(),
             running: Vec::new(),
             endings: BTreeMap::new(),
@@ -180,6 +184,7 @@ impl Scheduler {
         let Some(request) = self.requests.remove(id) else {
             return Ok(());
         };
+        self.holding.retain(|holding| holding != id);
         self.waiting.retain(|waiting| waiting != id);
         self.running.retain(|running| running != id);
         self.end(connector, request, how)
@@ -191,9 +196,17 @@ impl Scheduler {
         mut request: Request,
         how: Finish,
     ) -> Result<(), Violation> {
+        // As in vLLM, blocks are said as far as something counts as computed: with a load under way
+        // those that it is to fill.
+        let said = request.computed.div_ceil(self.config.block_tokens) as usize;
+        let blocks: Tables = request
+            .tables
+            .iter()
+            .map(|table| table[..said.min(table.len())].to_vec())
+            .collect();
         let answer = connector.request_finished(&FinishedRequest {
             request: request.view(),
-            blocks: GroupBlocks(&request.tables),
+            blocks: GroupBlocks(&blocks),
             computed: request.computed,
             in_flight: request.in_flight,
             how,

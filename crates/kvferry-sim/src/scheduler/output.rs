@@ -13,8 +13,8 @@ use crate::violation::{Kind, Violation};
 
 impl Scheduler {
     /// Takes a step's output: what it computed, with the token where it brings one, and what all
-    /// ranks have reported meanwhile. In vLLM's order: failures, tokens and ends, the connector's
-    /// own view of the report, completions.
+    /// ranks have reported meanwhile. In vLLM's order: failures, tokens and ends, ends by failures, the
+    /// connector's own view of the report, completions.
     ///
     /// # Errors
     /// A violation by the connector, vLLM's assertions on completions among them.
@@ -24,15 +24,17 @@ impl Scheduler {
         work: &[(Work, Option<u32>)],
         report: &Aggregated,
     ) -> Result<(), Violation> {
-        for received in report
-            .received
-            .iter()
-            .filter(|received| received.failure.is_some())
-        {
-            self.failed(connector, received)?;
+        let mut failed = Vec::new();
+        for received in &report.received {
+            if received.failure.is_some() && self.failed(received)? {
+                failed.push(&received.request);
+            }
         }
         for (work, token) in work {
             self.computed(connector, work, *token)?;
+        }
+        for id in failed {
+            self.finish(connector, id, Finish::Failed)?;
         }
         if !report.is_empty() {
             connector.on_report(report);
@@ -73,12 +75,9 @@ impl Scheduler {
         self.finish(connector, &work.id, how)
     }
 
-    /// A load failed: the request fails, or keeps what is before the first block that failed.
-    fn failed(
-        &mut self,
-        connector: &mut dyn SchedulerConnector,
-        received: &Received,
-    ) -> Result<(), Violation> {
+    /// A load failed: the request keeps what is before the first block that failed, or nothing where that
+    /// is not said, not even what it had itself. True if it is to fail.
+    fn failed(&mut self, received: &Received) -> Result<bool, Violation> {
         let id = &received.request;
         // Whether anybody waits for the report is judged with the completions.
         let Some(request) = self
@@ -86,17 +85,13 @@ impl Scheduler {
             .get(id)
             .filter(|request| request.state == State::Parked)
         else {
-            return Ok(());
+            return Ok(false);
         };
         let Some(load) = request.load else {
-            return Ok(());
+            return Ok(false);
         };
         self.counts.failed_loads += 1;
-        let mut kept = if received.failed.is_empty() {
-            load.from
-        } else {
-            load.to
-        };
+        let mut kept = load.to;
         for failed in &received.failed {
             let position = request
                 .tables
@@ -114,21 +109,23 @@ impl Scheduler {
                 })?;
             kept = kept.min(position);
         }
-        if self.config.failure_policy == FailurePolicy::Fail {
-            return self.finish(connector, id, Finish::Failed);
-        }
-        // With several groups vLLM knows no failed blocks, only failed requests; and a window's blocks
-        // before what was loaded are given up already.
-        let simple = self.model.groups == [GroupKind::Full];
+        // With several groups vLLM knows no failed blocks, only failed requests.
+        let blocks_known = self.model.groups == [GroupKind::Full] && !received.failed.is_empty();
+        let fails = self.config.failure_policy == FailurePolicy::Fail;
         if let Some(request) = self.requests.get_mut(id) {
             request.failed_loads += 1;
-            let kept = if simple { kept.max(load.from) } else { 0 };
+            if !blocks_known {
+                kept = 0;
+            }
+            if blocks_known || !fails {
+                request.computed = kept;
+            }
             request.load = Some(Load {
                 failed: Some(kept),
                 ..load
             });
         }
-        Ok(())
+        Ok(fails)
     }
 
     fn received(&mut self, id: &RequestId) -> Result<(), Violation> {
@@ -148,11 +145,7 @@ impl Scheduler {
                 kind,
             });
         };
-        let Some(load) = request
-            .load
-            .take()
-            .filter(|_| request.state == State::Parked)
-        else {
+        let Some(load) = request.load.filter(|_| request.state == State::Parked) else {
             return Err(Violation::ReceivedNotParked {
                 request: id.clone(),
             });
@@ -162,22 +155,13 @@ impl Scheduler {
             // What a failed load brought before its first failed block is as good as computed; only a
             // whole one counts as a hit.
             self.kv.tell(loaded(request, load.from..end, None));
-            self.kv.cache(&request.tables, &request.chain, end);
         }
         if load.failed.is_none() {
             self.counts.loads += 1;
             self.counts.loaded_tokens += u64::from(load.to - load.from);
             request.consumed = true;
         }
-        if load.failed.is_some() && end == 0 {
-            self.kv.free(&mut request.tables, self.step)?;
-            request.state = State::Waiting;
-            request.computed = 0;
-            return Ok(());
-        }
         request.state = State::Ready;
-        // One token is left to be computed: it brings the first new one.
-        request.computed = end.min(request.len() - 1);
         Ok(())
     }
 

@@ -112,6 +112,8 @@ impl Scheduler {
             && let Some(waiting) = self.last_ready()
         {
             self.preempt(&waiting)?;
+            self.holding.retain(|holding| *holding != waiting);
+            self.waiting.push_front(waiting.clone());
             return Ok(waiting);
         }
         let victim = self
@@ -125,7 +127,7 @@ impl Scheduler {
 
     fn last_ready(&self) -> Option<RequestId> {
         let is_ready = |id: &&RequestId| self.requests[*id].state == State::Ready;
-        self.waiting.iter().rfind(is_ready).cloned()
+        self.holding.iter().rfind(is_ready).cloned()
     }
 
     fn grow(&mut self, id: &RequestId, tokens: u32) -> Result<bool, Violation> {
@@ -138,9 +140,9 @@ impl Scheduler {
         Ok(self.kv.allocate(
             &mut request.tables,
             &Default::default(),
-            computed,
-            computed,
+            (computed, computed),
             slots,
+            &Default::default(),
         ))
     }
 
@@ -151,6 +153,8 @@ impl Scheduler {
         };
         self.kv.free(&mut request.tables, self.step)?;
         request.state = State::Waiting;
+        request.load = None;
+        request.prefilling = false;
         request.computed = 0;
         request.in_flight = 0;
         request.epoch += 1;
@@ -166,34 +170,43 @@ impl Scheduler {
         picked: &mut Vec<Picked>,
         budget: &mut u32,
     ) -> Result<(), Violation> {
-        let mut place = 0;
-        while place < self.waiting.len()
-            && *budget > 0
-            && self.running.len() < self.config.max_running as usize
-        {
-            let id = self.waiting[place].clone();
+        // Whoever is passed over comes before those that were not reached, in the same order.
+        let (mut holding, mut waiting) = (Vec::new(), Vec::new());
+        while *budget > 0 && self.running.len() < self.config.max_running as usize {
+            let from_holding = !self.holding.is_empty();
+            let queue = match from_holding {
+                true => &mut self.holding,
+                false => &mut self.waiting,
+            };
+            let Some(id) = queue.pop_front() else { break };
             match self.admit(connector, &id, *budget)? {
-                Admission::NotYet => place += 1,
-                Admission::NoRoom => break,
-                Admission::Parked => {
-                    // To the front: it has blocks, and whoever waits for some may wait for these.
-                    self.waiting.remove(place);
-                    self.waiting.push_front(id);
-                    place += 1;
+                Admission::NoRoom => {
+                    match from_holding {
+                        true => self.holding.push_front(id),
+                        false => self.waiting.push_front(id),
+                    }
+                    break;
                 }
+                Admission::NotYet if self.requests[&id].state == State::Waiting => waiting.push(id),
+                Admission::NotYet | Admission::Parked => holding.push(id),
                 Admission::Running(work) => {
-                    self.waiting.remove(place);
                     self.running.push(id);
                     *budget -= work.tokens;
                     picked.push(work);
                 }
             }
         }
+        for id in waiting.into_iter().rev() {
+            self.waiting.push_front(id);
+        }
+        for id in holding.into_iter().rev() {
+            self.holding.push_front(id);
+        }
         Ok(())
     }
 
     /// Nothing runs, nothing is loaded, and whoever could run waits for blocks that others have who
-    /// wait as well: the last of them gives its blocks up, and keeps its place.
+    /// wait as well: the last of them gives its blocks up.
     fn break_deadlock(&mut self, connector: &mut dyn SchedulerConnector) -> Result<(), Violation> {
         let busy = |state| matches!(state, State::Running | State::Parked);
         if self.requests.values().any(|request| busy(request.state)) || !self.endings.is_empty() {
@@ -203,6 +216,8 @@ impl Scheduler {
             return Ok(());
         };
         self.preempt(&last)?;
+        self.holding.retain(|holding| *holding != last);
+        self.waiting.push_front(last.clone());
         connector.preempted(std::slice::from_ref(&last));
         Ok(())
     }
@@ -262,6 +277,7 @@ impl Scheduler {
         request.in_flight += picked.tokens;
         let samples = request.computed == request.len() + request.placeholders;
         request.placeholders += u32::from(samples);
+        request.prefilling &= !samples;
         self.counts.computed_tokens += u64::from(picked.tokens);
         Ok(Work {
             id: picked.id.clone(),

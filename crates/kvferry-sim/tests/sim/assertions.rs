@@ -133,12 +133,16 @@ fn vllm_4_offers_past_the_prompt_and_of_the_whole_prompt_as_a_sync_load() {
 
 #[test]
 fn c4_an_offer_after_the_load_was_consumed() {
+    // Only a prompt of one token is looked up after its load: nothing of it counts as computed.
     for matched in [
-        Matched::load_async(10, 0, 1),
+        Matched::load_async(1, 0, 1),
         Matched::Later(std::time::Duration::ZERO),
     ] {
-        let (puppet, mut engine) = parked();
-        puppet.bring(&model(), &tokens(10), 0..8);
+        let (puppet, mut engine) = engine();
+        puppet.offer_async(1);
+        engine.add(request("a", 1, 2)).unwrap();
+        engine.step().unwrap();
+        puppet.bring(&model(), &tokens(1), 0..1);
         puppet.offer(move |_, _| matched);
         puppet.received(&id("a"), None);
         assert_broken!(engine, Violation::OfferedAgain { .. });

@@ -26,13 +26,14 @@ prop_compose! {
         zero_percent in prop_oneof![Just(0_u32), 0_u32..100],
         less_percent in prop_oneof![Just(0_u32), 0_u32..100],
         newest: bool,
+        reserve: bool,
     ) -> SchedulerConfig {
         SchedulerConfig {
-            block_tokens, blocks, max_running, token_budget, chunked: true, asynchronous, lookahead,
+            block_tokens, blocks, max_running, token_budget, chunked: true, reserve, asynchronous, lookahead,
             failure_policy: if recompute { FailurePolicy::Recompute } else { FailurePolicy::Fail },
             max_tries: 2,
             zero_percent, less_percent,
-            reuse: if newest { Reuse::Newest } else { Reuse::Oldest },
+            reuse: if newest { Reuse::Newest } else { Reuse::Vllm },
             scatter: None,
         }
     }

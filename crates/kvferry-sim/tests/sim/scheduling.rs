@@ -155,7 +155,7 @@ fn lookahead_gives_slots_beyond_the_tokens() {
     });
     engine.add(request("a", 4, 3)).unwrap();
     until_output(&mut engine, "a");
-    // As in vLLM none for the first step; then room for 9 more.
+    // Room for 9 more from the first step on.
     let steps: Vec<_> = puppet
         .calls()
         .into_iter()
@@ -164,8 +164,8 @@ fn lookahead_gives_slots_beyond_the_tokens() {
     assert_eq!(
         steps,
         [
-            "step a 0+4 blocks 1 renewed",
-            "step a 4+1 blocks 3",
+            "step a 0+4 blocks 4 renewed",
+            "step a 4+1 blocks 0",
             "step a 5+1 blocks 0"
         ]
     );
