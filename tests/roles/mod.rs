@@ -48,7 +48,12 @@ const SHUTDOWN: Duration = Duration::from_secs(10);
 pub struct Packed(Vec<u8>);
 
 impl Packed {
-    fn of(engine: &Engine) -> Self {
+    /// An engine's description.
+    ///
+    /// # Panics
+    /// If it has stopped.
+    #[must_use]
+    pub fn of(engine: &Engine) -> Self {
         Self(engine.describe().unwrap().encode().unwrap())
     }
 

@@ -1,12 +1,14 @@
-//! C118: which lane moved the bytes, and what carries it, is in a log line and in a metric.
+//! What the log says, and how often. C118: which lane moved the bytes, and what carries it, is in a log line and
+//! in a metric. C119: a peer cannot fill the log.
 
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 use kvferry_connector::metrics::ENGINE;
-use kvferry_tests::harness::Case;
+use kvferry_tests::harness::{Case, until};
+use kvferry_tests::roles::{EngineChild, EngineSpec, Layout, Packed, Settings};
 
 use super::support::{LANES, SLACK, consumer, publish, publisher_for};
-use kvferry_tests::roles::Settings;
 
 const BLOCKS: u32 = 8;
 const BYTES: u64 = 4096;
@@ -34,7 +36,8 @@ impl Kept {
     }
 }
 
-fn c118_the_lane_that_moved_the_bytes_is_told(lane: &'static str) {
+/// Keeps this process's log.
+fn keep() -> Kept {
     let kept = Kept::default();
     let writer = kept.clone();
     tracing_subscriber::fmt()
@@ -42,6 +45,38 @@ fn c118_the_lane_that_moved_the_bytes_is_told(lane: &'static str) {
         .with_env_filter("info,kvferry_engine=debug")
         .with_writer(move || writer.clone())
         .init();
+    kept
+}
+
+/// C119: a peer that comes and goes is told of once in ten seconds, with how many lines were held back.
+fn c119_a_peer_that_comes_and_goes_does_not_fill_the_log() {
+    const ROUNDS: u64 = 10;
+    let kept = keep();
+    let here = consumer(Settings::default(), BLOCKS, BYTES);
+    let begun = Instant::now();
+    let layout = Layout {
+        layers: 1,
+        blocks: 4,
+        block_bytes: 4096,
+    };
+    for round in 1..=ROUNDS {
+        let mut there = EngineChild::start(&EngineSpec::consumer(layout), &[]);
+        let to = Packed::of(&here.engine);
+        assert_eq!(there.connect(&to, "served").error, "");
+        there.child.finish_well();
+        until("its end", || here.engine.counters().peers_lost == round);
+    }
+    let periods = 1 + (begun.elapsed().as_secs() / 10) as usize;
+    for text in ["greeted by a peer", "peer lost"] {
+        let said = kept.lines(text);
+        assert!((1..=periods).contains(&said.len()), "{said:?}");
+        assert!(said[0].contains("held_back=0"), "{said:?}");
+    }
+    here.engine.shutdown(SLACK).unwrap();
+}
+
+fn c118_the_lane_that_moved_the_bytes_is_told(lane: &'static str) {
+    let kept = keep();
     let (mut producer, published) = publish(&publisher_for(lane, "producer", BLOCKS, BYTES), &[]);
     let consumer = consumer(Settings::default(), BLOCKS, BYTES);
     let peer = consumer.connect(published.description.unpack(), lane);
@@ -90,5 +125,10 @@ pub(crate) fn cases() -> Vec<Case> {
             move || c118_the_lane_that_moved_the_bytes_is_told(lane),
         )
     };
-    LANES.map(case).into()
+    let mut cases: Vec<Case> = LANES.map(case).into();
+    cases.push(Case::new(
+        "c119_a_peer_that_comes_and_goes_does_not_fill_the_log",
+        c119_a_peer_that_comes_and_goes_does_not_fill_the_log,
+    ));
+    cases
 }

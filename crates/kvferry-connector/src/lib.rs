@@ -5,7 +5,6 @@ pub mod contract;
 pub mod directory;
 pub mod distribution;
 pub mod lease;
-mod limit;
 mod load_state;
 pub mod metrics;
 pub mod multi;

@@ -38,6 +38,7 @@ mod exit;
 pub mod fabric;
 mod generations;
 mod lane;
+mod limit;
 mod memory;
 mod message;
 mod peer;
@@ -67,6 +68,7 @@ pub use fabric::{
 };
 pub use kvferry_wire as wire;
 pub use lane::{Lane, LaneChoice};
+pub use limit::LogLimit;
 pub use memory::memlock::PinnedMemory;
 pub use memory::{
     HostPool, HostPoolOptions, HugePages, MemoryError, MemoryRegion, available_memory,

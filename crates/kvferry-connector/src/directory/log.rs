@@ -3,9 +3,8 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use kvferry_engine::LogLimit;
 use kvferry_wire::WireError;
-
-use crate::limit::LogLimit;
 
 /// The warnings, each kind at most once per second.
 pub(super) struct Log {

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{self, Receiver, RecvTimeoutError};
-use kvferry_engine::{PeerId, Replies, Sender, Service};
+use kvferry_engine::{LogLimit, PeerId, Replies, Sender, Service};
 use kvferry_wire::lease::{LEASE_CHANNEL, LeaseMessage, encode_released, encode_renewed};
 use kvferry_wire::{Instance, LeaseId};
 use thiserror::Error;
@@ -21,7 +21,6 @@ use super::{
     BorrowConfig, BorrowEvent, End, Ended, LeaseConfig, LeaseConfigError, LeaseCounters,
     LeaseGauges, LeaseTable, MAX_LEASE, PlanError, StepLeases,
 };
-use crate::limit::LogLimit;
 
 mod borrow;
 

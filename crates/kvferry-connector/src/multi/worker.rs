@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::mem::take;
 use std::time::{Duration, Instant};
 
+use kvferry_engine::LogLimit;
 use kvferry_wire::RequestId;
 
 use super::plan::{Chosen, Holding, Plan};
@@ -11,7 +12,6 @@ use super::stats::MultiWorkerStats;
 use crate::contract::{
     CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerReport,
 };
-use crate::limit::LogLimit;
 
 /// Who of a finished request's holders has not reported.
 #[derive(Debug)]

@@ -12,6 +12,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvferry_engine::LogLimit;
 use kvferry_wire::params::{Asked, RemoteOffer};
 use kvferry_wire::{EngineId, Epoch, Instance, LeaseId, Rank, RequestId};
 
@@ -24,7 +25,6 @@ use crate::contract::{
 };
 use crate::directory::{DirectoryConfig, DirectoryServer};
 use crate::lease::End;
-use crate::limit::LogLimit;
 
 /// A request whose blocks are held at its producer and not asked for yet.
 #[derive(Debug)]

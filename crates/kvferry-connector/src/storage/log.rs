@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::file::Damage;
-use crate::limit::LogLimit;
+use kvferry_engine::LogLimit;
 
 #[derive(Clone, Copy, Debug)]
 enum Kind {

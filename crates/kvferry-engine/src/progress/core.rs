@@ -18,6 +18,7 @@ use crate::command::ReleaseRegion;
 use crate::counters::{Counters, add};
 use crate::error::EngineError;
 use crate::fabric::{Capabilities, Fabric, SendBuffer};
+use crate::limit::LogLimits;
 use crate::memory::CopyBatch;
 use crate::peer::check_payload;
 use crate::service::{PeerId, Replies, Service};
@@ -84,6 +85,7 @@ pub(crate) struct Core {
     pub(super) next_peer_tick: Option<Instant>,
     pub(super) tick_services: bool,
     pub(super) shutdown: Option<ShutdownState>,
+    pub(super) log: LogLimits,
 }
 
 /// Buffers kept for reuse.
@@ -147,6 +149,7 @@ impl Core {
             next_peer_tick: None,
             tick_services: false,
             shutdown: None,
+            log: LogLimits::default(),
         })
     }
 
@@ -231,7 +234,9 @@ impl Core {
         match encoded {
             Ok(message) => self.push_message(peer.0, message),
             Err(error) => {
-                tracing::warn!(%peer, channel, error, "a service message was not sent");
+                if let Some(held_back) = self.log.admit("not sent", &peer.to_string(), self.now) {
+                    tracing::warn!(%peer, channel, error, held_back, "a service message was not sent");
+                }
                 add(&self.shared.counters.messages_dropped, 1);
             }
         }

@@ -194,13 +194,17 @@ impl Core {
             Ok(()) => {
                 peer.endpoint = Endpoint::Open;
                 peer.transports = fabric.transports(EndpointId(id));
-                tracing::info!(
-                    peer = %peer.description.engine,
-                    rank = %peer.description.rank,
-                    incarnation = %peer.incarnation(),
-                    transports = %peer.transports,
-                    "greeted by a peer"
-                );
+                let name = peer.description.engine.as_str();
+                if let Some(held_back) = self.log.admit("greeted", name, self.now) {
+                    tracing::info!(
+                        peer = name,
+                        rank = %peer.description.rank,
+                        incarnation = %peer.incarnation(),
+                        transports = %peer.transports,
+                        held_back,
+                        "greeted by a peer"
+                    );
+                }
                 let inbound = peer.inbound;
                 self.backoff.reached(&peer.description);
                 add(&self.counters().peers_connected, 1);
@@ -209,7 +213,10 @@ impl Core {
                 }
             }
             Err(error) => {
-                tracing::warn!(peer = %peer.name(), %error, "no endpoint back to a peer that greeted");
+                let name = peer.name();
+                if let Some(held_back) = self.log.admit("no way back", &name, self.now) {
+                    tracing::warn!(peer = name, %error, held_back, "no endpoint back to a peer that greeted");
+                }
                 self.lose(id, "no endpoint back could be made");
             }
         }
@@ -229,7 +236,10 @@ impl Core {
     }
 
     fn refuse(&mut self, to: Description, reply: &HelloReply) {
-        tracing::info!(peer = %to.engine, rank = %to.rank, ?reply, "greeting refused");
+        let name = to.engine.as_str();
+        if let Some(held_back) = self.log.admit("greeting refused", name, self.now) {
+            tracing::info!(peer = name, rank = %to.rank, ?reply, held_back, "greeting refused");
+        }
         match kvferry_wire::encode_hello_reply(reply) {
             Ok(reply) => self.actions.push(Action::Refuse {
                 to: Box::new(to),

@@ -216,7 +216,11 @@ impl Core {
                     self.message(peer, source, message, bytes);
                 }
                 Err(error) => {
-                    tracing::warn!(peer, %error, "a peer sent a message that cannot be read");
+                    let name = self.peers.get(&peer).map(|it| it.name());
+                    let name = name.unwrap_or_default();
+                    if let Some(held_back) = self.log.admit("unreadable", &name, self.now) {
+                        tracing::warn!(peer = name, %error, held_back, "a peer sent a message that cannot be read");
+                    }
                     self.lose(peer, &error.to_string());
                 }
             },

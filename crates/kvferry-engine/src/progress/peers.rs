@@ -289,7 +289,9 @@ impl Core {
                 tracing::debug!(engine = %name, %incarnation, reason, "connection closed");
             }
             Phase::Ready | Phase::Leaving { .. } => {
-                tracing::info!(peer = %name, %incarnation, reason, "peer lost");
+                if let Some(held_back) = self.log.admit("lost", &name.to_string(), self.now) {
+                    tracing::info!(peer = %name, %incarnation, reason, held_back, "peer lost");
+                }
                 add(&self.counters().peers_lost, 1);
                 for slot in &mut self.services {
                     slot.service.on_peer_gone(PeerId(id));

@@ -85,7 +85,11 @@ impl Core {
                     reason,
                 } => {
                     self.recycle(buffer);
-                    tracing::warn!(peer = id, %transfer, reason, "a peer's read cannot be served");
+                    let name = self.peers.get(&id).map(|it| it.name());
+                    let name = name.unwrap_or_default();
+                    if let Some(held_back) = self.log.admit("not served", &name, self.now) {
+                        tracing::warn!(peer = name, %transfer, reason, held_back, "a peer's read cannot be served");
+                    }
                     let rejected = ReadRejected {
                         transfer,
                         code: RejectCode::Withdrawn,

@@ -20,6 +20,7 @@ use rustix::net::{
 
 use super::{PACKET_TIMEOUT, check_user, socket_address};
 use crate::error::EngineError;
+use crate::limit::{LOG_PERIOD, LogLimit};
 use crate::memory::{HostPool, credentials};
 use crate::shared::Shared;
 
@@ -63,6 +64,7 @@ impl ShareServer {
             shared: Arc::clone(shared),
             listener,
             connections: Vec::new(),
+            log: LogLimit::new(LOG_PERIOD),
             _file: file,
         };
         std::thread::Builder::new()
@@ -105,6 +107,7 @@ struct Thread {
     shared: Arc<Shared>,
     listener: OwnedFd,
     connections: Vec<(OwnedFd, Instant)>,
+    log: LogLimit,
     _file: Option<SocketFile>,
 }
 
@@ -160,7 +163,13 @@ impl Thread {
                 .map_err(|error| error.to_string())
                 .and_then(|theirs| check_user(theirs.uid));
             if let Err(reason) = allowed {
-                tracing::info!(reason, "nothing is shared with a process that connected");
+                if let Some(held_back) = self.log.admit(Instant::now()) {
+                    tracing::info!(
+                        reason,
+                        held_back,
+                        "nothing is shared with a process that connected"
+                    );
+                }
                 refuse(socket.as_fd(), reason);
                 continue;
             }

@@ -6,7 +6,8 @@
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char, c_int, c_uint};
 use std::panic::catch_unwind;
-use std::sync::Once;
+use std::sync::{LazyLock, Mutex, Once, PoisonError};
+use std::time::Instant;
 
 use tracing::Level;
 use ucx_sys::{
@@ -14,8 +15,13 @@ use ucx_sys::{
     UCS_LOG_LEVEL_WARN, kvf_disable_signals, kvf_log_set,
 };
 
+use crate::limit::LogLimits;
+
 /// Longest text of one call that goes into an error, in lines.
 const MAX_CAPTURED_LINES: usize = 4;
+
+/// UCX's log is the process's, and so is its limit (C119).
+static LIMITS: LazyLock<Mutex<LogLimits>> = LazyLock::new(Mutex::default);
 
 thread_local! {
     static CAPTURED: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
@@ -65,9 +71,20 @@ fn record(level: c_int, file: &str, line: c_uint, text: &str) {
             lines.push(text.to_owned());
         }
     });
+    // A line of UCX's code, as its texts have numbers and addresses in them.
+    let held_back = match level {
+        Level::ERROR | Level::WARN => {
+            let mut limits = LIMITS.lock().unwrap_or_else(PoisonError::into_inner);
+            limits.admit("ucx", &format!("{file}:{line}"), Instant::now())
+        }
+        _ => Some(0),
+    };
+    let Some(held_back) = held_back else {
+        return;
+    };
     match level {
-        Level::ERROR => tracing::error!(target: "ucx", file, line, "{text}"),
-        Level::WARN => tracing::warn!(target: "ucx", file, line, "{text}"),
+        Level::ERROR => tracing::error!(target: "ucx", file, line, held_back, "{text}"),
+        Level::WARN => tracing::warn!(target: "ucx", file, line, held_back, "{text}"),
         Level::INFO => tracing::info!(target: "ucx", file, line, "{text}"),
         Level::DEBUG => tracing::debug!(target: "ucx", file, line, "{text}"),
         _ => tracing::trace!(target: "ucx", file, line, "{text}"),

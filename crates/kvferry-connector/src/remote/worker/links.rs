@@ -8,14 +8,15 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Sender;
-use kvferry_engine::{ConnectError, Engine, LaneChoice, Peer, PeerId, RemoteTable, Table};
+use kvferry_engine::{
+    ConnectError, Engine, LaneChoice, LogLimit, Peer, PeerId, RemoteTable, Table,
+};
 use kvferry_wire::Instance;
 use thiserror::Error;
 
 use super::loader::Event;
 use crate::contract::LoadFailure;
 use crate::directory::{DirectoryError, fetch};
-use crate::limit::LogLimit;
 use crate::remote::{Source, rank_of};
 
 /// Attempts that run at the same time; more wait.

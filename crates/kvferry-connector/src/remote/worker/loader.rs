@@ -14,7 +14,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender};
-use kvferry_engine::{BlockPair, Engine, PeerId, ReadError, Transfer};
+use kvferry_engine::{BlockPair, Engine, LogLimit, PeerId, ReadError, Transfer};
 use kvferry_wire::RequestId;
 
 use super::links::{Known, LOG_PERIOD, Link, LinkError, Links, RankOf};
@@ -22,7 +22,6 @@ use super::request::{Borrowed, Phase, Reading, failure_of};
 use super::stats::LoaderCounters;
 use crate::contract::{LoadFailure, Received};
 use crate::lease::{BorrowControl, BorrowEvent, Ticket};
-use crate::limit::LogLimit;
 use crate::remote::{Load, Plan, RemoteConfig};
 
 /// How often links that held leases lack are asked for again.
