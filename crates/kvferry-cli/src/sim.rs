@@ -2,15 +2,22 @@
 
 use std::io::Write;
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
-use kvferry_sim::{Carrier, Connectors, Options, RealFactory, Report};
+use kvferry_sim::{Carrier, Connectors, Faults, Options, RealFactory, Report};
 
 use crate::args::{SimArgs, SimConnector};
 use crate::error::CliError;
 use crate::say;
 
+/// Time to look for a smaller run that breaks a rule.
+const SHRINKING: Duration = Duration::from_secs(120);
+
+/// Runs of each size: threads are behind the connectors, so not every run breaks what one has broken.
+const TRIES: u32 = 3;
+
 /// Runs what the command line asks for; status 1 if a rule was broken, with the command that shows it
-/// again.
+/// again, and one that shows it with fewer requests.
 pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, CliError> {
     let options = Options {
         requests: args.requests,
@@ -18,6 +25,28 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, CliError> {
         faults: args.faults.into(),
         ..Options::default()
     };
+    let report = play(args, &options)?;
+    print(&report, args)?;
+    let Some(violation) = &report.violation else {
+        return Ok(ExitCode::SUCCESS);
+    };
+    say(format_args!("violated: {violation}"));
+    say(format_args!("again with: {}", replay(args, args.requests)));
+    let until = Instant::now() + SHRINKING;
+    let fewest = kvferry_sim::fewest_requests(args.requests, TRIES, |requests| {
+        let fewer = Options {
+            requests,
+            ..options.clone()
+        };
+        let broken = |report: Report| report.violation.is_some();
+        Instant::now() < until && play(args, &fewer).is_ok_and(broken)
+    });
+    say(format_args!("smaller: {}", replay(args, fewest)));
+    Ok(ExitCode::FAILURE)
+}
+
+/// One run, with connectors of its own.
+fn play(args: &SimArgs, options: &Options) -> Result<Report, CliError> {
     let files = tempfile::tempdir().map_err(CliError::system("making a directory for files"))?;
     let path = files.path().to_owned();
     let connectors = match args.connector {
@@ -27,27 +56,17 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, CliError> {
     };
     let carrier: Carrier = args.carrier.into();
     let mut factory = RealFactory::new(connectors, carrier, options.faults, options.seed);
-    let report = kvferry_sim::run(&options, &mut factory)?;
-    print(&report, args)?;
-    match &report.violation {
-        None => Ok(ExitCode::SUCCESS),
-        Some(violation) => {
-            say(format_args!("violated: {violation}"));
-            say(format_args!(
-                "again with: {}",
-                replay(args, &options, carrier)
-            ));
-            Ok(ExitCode::FAILURE)
-        }
-    }
+    Ok(kvferry_sim::run(options, &mut factory)?)
 }
 
-fn replay(args: &SimArgs, options: &Options, carrier: Carrier) -> String {
+/// The command that shows it again.
+fn replay(args: &SimArgs, requests: u32) -> String {
+    let carrier: Carrier = args.carrier.into();
+    let faults: Faults = args.faults.into();
     format!(
-        "kvferry sim --requests {} --seed {} --faults {} --connector {} --carrier {}",
-        args.requests,
+        "kvferry sim --requests {requests} --seed {} --faults {} --connector {} --carrier {}",
         args.seed,
-        options.faults.name(),
+        faults.name(),
         args.connector.name(),
         carrier.name()
     )

@@ -12,6 +12,8 @@ use kvferry_connector::contract::{
     Aggregator, Finish, SchedulerConnector, StepPlan, WorkerConnector, WorkerReport,
 };
 use kvferry_wire::RequestId;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::audit::Audit;
 use crate::config::EngineConfig;
@@ -55,8 +57,31 @@ impl Halves {
     }
 }
 
+/// What passes between the halves, as it leaves one process.
+fn sent<T>(what: &'static str, value: &T) -> Result<Vec<u8>, Violation>
+where
+    T: Serialize + DeserializeOwned + PartialEq,
+{
+    let unsent = |reason: String| Violation::Unsent { what, reason };
+    let bytes = rmp_serde::to_vec_named(value).map_err(|error| unsent(error.to_string()))?;
+    match received::<T>(what, &bytes) {
+        Ok(same) if same == *value => Ok(bytes),
+        Ok(_) => Err(unsent("it arrives as another one".to_owned())),
+        Err(error) => Err(error),
+    }
+}
+
+/// And as it comes into another.
+fn received<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, Violation> {
+    rmp_serde::from_slice(bytes).map_err(|error| Violation::Unsent {
+        what,
+        reason: error.to_string(),
+    })
+}
+
 enum Stage {
-    Queued(StepPlan),
+    /// With the plan as its bytes: workers may be in other processes.
+    Queued(Vec<u8>),
     /// Ticks until its forward is over.
     Forward(u32),
     Done(Vec<Option<u32>>),
@@ -195,7 +220,7 @@ impl SimEngine {
             self.in_flight.push_back(InFlight {
                 number: step.number,
                 work: step.work,
-                stage: Stage::Queued(step.plan),
+                stage: Stage::Queued(sent("a plan", &step.plan)?),
             });
             self.follow()?;
         }
@@ -233,8 +258,9 @@ impl SimEngine {
         let step = &mut self.in_flight[place];
         let ticks = match &mut step.stage {
             Stage::Queued(plan) => {
+                let plan: StepPlan = received("a plan", plan)?;
                 for worker in &mut self.workers {
-                    worker.release_blocks(plan);
+                    worker.release_blocks(&plan);
                 }
                 self.audit.released(step.number, &self.memory)?;
                 for worker in &mut self.workers {
@@ -294,6 +320,7 @@ impl SimEngine {
                 continue;
             }
             self.progress = true;
+            let report = received("a report", &sent("a report", &report)?)?;
             let delay = u64::from(self.rng.between(0, self.config.report_delay));
             let queue = &mut self.reports[rank as usize];
             // A rank's reports arrive in their order.

@@ -283,6 +283,14 @@ pub enum Violation {
         /// What, with numbers.
         left: String,
     },
+    /// Halves may be in processes of their own.
+    #[error("{what} does not come through between the halves: {reason}")]
+    Unsent {
+        /// What was to be sent.
+        what: &'static str,
+        /// What became of it.
+        reason: String,
+    },
     /// The simulator's own bookkeeping does not fit together.
     #[error("the simulator is wrong: {0}")]
     Simulator(&'static str),
