@@ -64,7 +64,7 @@ where
 {
     let unsent = |reason: String| Violation::Unsent { what, reason };
     let bytes = rmp_serde::to_vec_named(value).map_err(|error| unsent(error.to_string()))?;
-    match received::<T>(what, &bytes) {
+    match arrived::<T>(what, &bytes) {
         Ok(same) if same == *value => Ok(bytes),
         Ok(_) => Err(unsent("it arrives as another one".to_owned())),
         Err(error) => Err(error),
@@ -72,7 +72,7 @@ where
 }
 
 /// And as it comes into another.
-fn received<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, Violation> {
+fn arrived<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, Violation> {
     rmp_serde::from_slice(bytes).map_err(|error| Violation::Unsent {
         what,
         reason: error.to_string(),
@@ -258,7 +258,7 @@ impl SimEngine {
         let step = &mut self.in_flight[place];
         let ticks = match &mut step.stage {
             Stage::Queued(plan) => {
-                let plan: StepPlan = received("a plan", plan)?;
+                let plan: StepPlan = arrived("a plan", plan)?;
                 for worker in &mut self.workers {
                     worker.release_blocks(&plan);
                 }
@@ -320,7 +320,7 @@ impl SimEngine {
                 continue;
             }
             self.progress = true;
-            let report = received("a report", &sent("a report", &report)?)?;
+            let report = arrived("a report", &sent("a report", &report)?)?;
             let delay = u64::from(self.rng.between(0, self.config.report_delay));
             let queue = &mut self.reports[rank as usize];
             // A rank's reports arrive in their order.
