@@ -105,23 +105,18 @@ fn all_of(blocks: &[Vec<u32>]) -> Vec<FailedBlock> {
 fn c25_a_refused_group_is_told_when_its_sibling_is_quiet() {
     let control = FaultControl::new(1, FaultRates::none()).unwrap();
     let (mut producer, mut consumer) = sides("native", &control, &[16, 32], 1);
-    // The other group may be called off before any operation of it has begun; not every time.
-    let mut tries = 0..200;
-    while !a_group_is_refused(
-        &mut producer,
-        &mut consumer,
-        &control,
-        tries.next().unwrap(),
-    ) {}
+    // The other group may be called off before any operation of it has begun, or after.
+    for round in 0..20 {
+        a_group_is_refused(&mut producer, &mut consumer, &control, round);
+    }
 }
 
-/// Whether operations of the other group had begun.
 fn a_group_is_refused(
     producer: &mut Side,
     consumer: &mut Side,
     control: &FaultControl,
     round: u32,
-) -> bool {
+) {
     let there = [
         vec![vec![2, 3, 4, 5], vec![6, 7]],
         vec![vec![12, 13, 14, 15], vec![16, 17]],
@@ -212,7 +207,6 @@ fn a_group_is_refused(
         producer.step(&[]);
         producer.scheduler.stats().parts_released == 2 * count
     });
-    has_begun
 }
 
 /// C25: any operation of either group fails, and others end late. When that is reported the blocks of both
