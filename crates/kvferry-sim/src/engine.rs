@@ -57,31 +57,22 @@ impl Halves {
     }
 }
 
-/// What passes between the halves, as it leaves one process.
-fn sent<T>(what: &'static str, value: &T) -> Result<Vec<u8>, Violation>
+/// Halves may be in processes of their own: what passes between them is the same after its way as bytes.
+fn check_sent<T>(what: &'static str, value: &T) -> Result<(), Violation>
 where
     T: Serialize + DeserializeOwned + PartialEq,
 {
-    let unsent = |reason: String| Violation::Unsent { what, reason };
+    let unsent = |reason| Violation::Unsent { what, reason };
     let bytes = rmp_serde::to_vec_named(value).map_err(|error| unsent(error.to_string()))?;
-    match arrived::<T>(what, &bytes) {
-        Ok(same) if same == *value => Ok(bytes),
+    match rmp_serde::from_slice::<T>(&bytes) {
+        Ok(same) if same == *value => Ok(()),
         Ok(_) => Err(unsent("it arrives as another one".to_owned())),
-        Err(error) => Err(error),
+        Err(error) => Err(unsent(error.to_string())),
     }
 }
 
-/// And as it comes into another.
-fn arrived<T: DeserializeOwned>(what: &'static str, bytes: &[u8]) -> Result<T, Violation> {
-    rmp_serde::from_slice(bytes).map_err(|error| Violation::Unsent {
-        what,
-        reason: error.to_string(),
-    })
-}
-
 enum Stage {
-    /// With the plan as its bytes: workers may be in other processes.
-    Queued(Vec<u8>),
+    Queued(StepPlan),
     /// Ticks until its forward is over.
     Forward(u32),
     Done(Vec<Option<u32>>),
@@ -216,11 +207,12 @@ impl SimEngine {
         let lag = usize::from(self.config.scheduler.asynchronous);
         if self.in_flight.len() <= lag {
             let step = self.scheduler.schedule(self.connector.as_mut())?;
+            check_sent("a plan", &step.plan)?;
             self.progress |= !step.work.is_empty();
             self.in_flight.push_back(InFlight {
                 number: step.number,
                 work: step.work,
-                stage: Stage::Queued(sent("a plan", &step.plan)?),
+                stage: Stage::Queued(step.plan),
             });
             self.follow()?;
         }
@@ -258,9 +250,8 @@ impl SimEngine {
         let step = &mut self.in_flight[place];
         let ticks = match &mut step.stage {
             Stage::Queued(plan) => {
-                let plan: StepPlan = arrived("a plan", plan)?;
                 for worker in &mut self.workers {
-                    worker.release_blocks(&plan);
+                    worker.release_blocks(plan);
                 }
                 self.audit.released(step.number, &self.memory)?;
                 for worker in &mut self.workers {
@@ -320,7 +311,7 @@ impl SimEngine {
                 continue;
             }
             self.progress = true;
-            let report = arrived("a report", &sent("a report", &report)?)?;
+            check_sent("a report", &report)?;
             let delay = u64::from(self.rng.between(0, self.config.report_delay));
             let queue = &mut self.reports[rank as usize];
             // A rank's reports arrive in their order.
