@@ -35,6 +35,38 @@ _Static_assert(sizeof(kvf_transports_t) == sizeof(ucp_transports_t),
 SAME_OFFSET(kvf_ep_attr_t, ucp_ep_attr_t, transports);
 #endif
 
+/* ---- The loaded UCX ------------------------------------------------------ */
+
+/* Exported by libucs in every version, declared in no installed header. */
+typedef void (*disable_signals_fn)(void);
+
+static __typeof__(&ucp_init_version) init_version;
+static __typeof__(&ucp_ep_print_info) ep_print_info;
+static __typeof__(&ucp_context_print_info) context_print_info;
+static __typeof__(&ucp_config_print) config_print;
+static __typeof__(&ucs_log_push_handler) log_push_handler;
+static disable_signals_fn debug_disable_signals;
+
+#define BIND(pointer, name) \
+    do { \
+        pointer = (__typeof__(pointer))find(library, name); \
+        if (pointer == NULL) { \
+            return name; \
+        } \
+    } while (0)
+
+const char *kvf_bind(kvf_find_fn find, void *library)
+{
+    BIND(init_version, "ucp_init_version");
+    BIND(ep_print_info, "ucp_ep_print_info");
+    BIND(context_print_info, "ucp_context_print_info");
+    BIND(config_print, "ucp_config_print");
+    BIND(log_push_handler, "ucs_log_push_handler");
+    /* A UCX without it still loads. */
+    debug_disable_signals = (disable_signals_fn)find(library, "ucs_debug_disable_signals");
+    return NULL;
+}
+
 /* ---- Status pointers, data types, context ------------------------------- */
 
 bool kvf_ptr_is_err(const void *ptr)
@@ -60,17 +92,13 @@ ucp_datatype_t kvf_dt_contig(size_t elem_size)
 ucs_status_t kvf_init(const ucp_params_t *params, const ucp_config_t *config,
                       ucp_context_h *context)
 {
-    return ucp_init_version(KVF_UCX_API_MAJOR, KVF_UCX_API_MINOR, params, config, context);
+    return init_version(KVF_UCX_API_MAJOR, KVF_UCX_API_MINOR, params, config, context);
 }
-
-/* Exported by libucs in every version, declared in no installed header. Weak, so
- * that a UCX without it still loads. */
-extern void ucs_debug_disable_signals(void) __attribute__((weak));
 
 void kvf_disable_signals(void)
 {
-    if (ucs_debug_disable_signals != NULL) {
-        ucs_debug_disable_signals();
+    if (debug_disable_signals != NULL) {
+        debug_disable_signals();
     }
 }
 
@@ -85,7 +113,7 @@ char *kvf_ep_text(ucp_ep_h ep)
     if (stream == NULL) {
         return NULL;
     }
-    ucp_ep_print_info(ep, stream);
+    ep_print_info(ep, stream);
     if (fclose(stream) != 0) {
         free(text);
         return NULL;
@@ -102,7 +130,7 @@ char *kvf_context_text(ucp_context_h context)
     if (stream == NULL) {
         return NULL;
     }
-    ucp_context_print_info(context, stream);
+    context_print_info(context, stream);
     if (fclose(stream) != 0) {
         free(text);
         return NULL;
@@ -119,7 +147,7 @@ char *kvf_config_text(const ucp_config_t *config)
     if (stream == NULL) {
         return NULL;
     }
-    ucp_config_print(config, stream, NULL, UCS_CONFIG_PRINT_CONFIG);
+    config_print(config, stream, NULL, UCS_CONFIG_PRINT_CONFIG);
     if (fclose(stream) != 0) {
         free(text);
         return NULL;
@@ -182,6 +210,6 @@ void kvf_log_set(kvf_log_fn fn)
     /* The handler stays where it is: UCX has few places for handlers, and pops
      * whichever is on top. */
     if (fn != NULL && !atomic_flag_test_and_set(&log_handler_pushed)) {
-        ucs_log_push_handler(log_handler);
+        log_push_handler(log_handler);
     }
 }

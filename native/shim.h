@@ -3,8 +3,8 @@
  * argument lists and FILE streams. Nothing here decides anything.
  *
  * kvferry is built once and runs with any UCX from 1.13 on, whatever headers it
- * was built with. Hence two rules. Only functions of 1.13 are called by name.
- * What later versions added to a structure is declared here again, under our
+ * was built with. Hence three rules. UCX is not linked but loaded: its functions
+ * are called through pointers. Only functions of 1.13 are needed. What later versions added to a structure is declared here again, under our
  * name, and checked against UCX's declaration where the headers have it
  * (shim.c).
  */
@@ -21,6 +21,15 @@
 /* The API generation that kvferry is written for. */
 #define KVF_UCX_API_MAJOR 1
 #define KVF_UCX_API_MINOR 13
+
+/* ---- The loaded UCX ------------------------------------------------------ */
+
+/* The address of `name` in a library, or NULL. */
+typedef void *(*kvf_find_fn)(void *library, const char *name);
+
+/* Takes the functions that the ones below call out of `library`. To be called once,
+ * before any of them; NULL, or the name of a function that is missing. */
+const char *kvf_bind(kvf_find_fn find, void *library);
 
 /* ---- Status pointers ---------------------------------------------------- */
 

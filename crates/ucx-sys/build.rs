@@ -1,4 +1,7 @@
-//! Finds UCX, generates the bindings and compiles `native/shim.c`.
+//! Finds UCX's headers, generates the bindings and compiles `native/shim.c`.
+//!
+//! Nothing is linked: what bindgen declares as functions of UCX becomes a table of pointers that is filled
+//! when UCX is loaded ([`table`]), and one Rust function of the same name per entry.
 //!
 //! Anything that is missing ends in one `cargo::error` line that says what was
 //! looked for and what to install; nothing here panics over the machine's state.
@@ -8,11 +11,13 @@ use std::fs;
 use std::panic;
 use std::path::{Path, PathBuf};
 
+use quote::quote;
+
 /// The oldest UCX that kvferry runs with.
 const MIN_VERSION: (u32, u32) = (1, 13);
 
 const INSTALL_UCX: &str = "apt-get install libucx-dev pkg-config, or set UCX_DIR to a prefix with \
-     include/ucp/api/ucp.h and lib/libucp.so (scripts/fetch-ucx makes one)";
+     include/ucp/api/ucp.h (scripts/fetch-ucx makes one)";
 const INSTALL_LIBCLANG: &str = "apt-get install libclang-dev, or set LIBCLANG_PATH to the \
      directory that holds libclang.so";
 
@@ -117,16 +122,10 @@ fn run() -> Result<(), String> {
     Ok(())
 }
 
-/// A UCX to build against.
+/// The headers of a UCX.
 struct Ucx {
     /// Directories with `ucp/api/ucp.h`.
     include: Vec<PathBuf>,
-    /// Directories with `libucp.so`.
-    lib: Vec<PathBuf>,
-    /// The installation's prefix, where known.
-    prefix: Option<PathBuf>,
-    /// Whether `UCX_DIR` named it.
-    chosen: bool,
     version: (u32, u32),
 }
 
@@ -146,23 +145,8 @@ impl Ucx {
                 prefix.display()
             )
         })?;
-        let target = env::var("TARGET").unwrap_or_default();
-        let multiarch = target.replace("-unknown-", "-");
-        let lib = ["lib", "lib64", &format!("lib/{multiarch}")]
-            .iter()
-            .map(|folder| prefix.join(folder))
-            .find(|folder| folder.join("libucp.so").exists())
-            .ok_or_else(|| {
-                format!(
-                    "UCX_DIR={0} holds no usable UCX: there is no {0}/lib/libucp.so; {INSTALL_UCX}",
-                    prefix.display()
-                )
-            })?;
         Ok(Self {
             include: vec![include],
-            lib: vec![lib],
-            prefix: Some(prefix.to_owned()),
-            chosen: true,
             version,
         })
     }
@@ -196,43 +180,15 @@ impl Ucx {
             None => read_version(&include[0]),
         }
         .map_err(reason)?;
-        Ok(Self {
-            include,
-            lib: found.link_paths,
-            prefix: pkg_config::get_variable("ucx", "prefix")
-                .ok()
-                .map(PathBuf::from),
-            chosen: false,
-            version,
-        })
+        Ok(Self { include, version })
     }
 
     fn tell_cargo(&self) {
-        for dir in &self.lib {
-            println!("cargo::rustc-link-search=native={}", dir.display());
-        }
-        println!("cargo::rustc-link-lib=dylib=ucp");
-        println!("cargo::rustc-link-lib=dylib=ucs");
         let (major, minor) = self.version;
         // Cargo sets these for tests too, and UCX warns about every variable named UCX_* that it
         // does not know.
         println!("cargo::rustc-env=KVFERRY_UCX_HEADERS_MAJOR={major}");
         println!("cargo::rustc-env=KVFERRY_UCX_HEADERS_MINOR={minor}");
-        // For build scripts of crates that depend on this one: DEP_UCP_VERSION and so on.
-        println!("cargo::metadata=version={major}.{minor}");
-        if let Some(prefix) = &self.prefix {
-            println!("cargo::metadata=root={}", prefix.display());
-        }
-        if let Some(dir) = self.include.first() {
-            println!("cargo::metadata=include={}", dir.display());
-        }
-        if let Some(dir) = self.lib.first() {
-            println!("cargo::metadata=libdir={}", dir.display());
-            if self.chosen {
-                // Reaches this package's own tests only; see the crate's documentation.
-                println!("cargo::rustc-link-arg=-Wl,-rpath,{}", dir.display());
-            }
-        }
     }
 }
 
@@ -297,10 +253,76 @@ fn generate_bindings(ucx: &Ucx, native: &Path, out: &Path) -> Result<(), String>
              stddef.h is missing, clang's own headers are: {INSTALL_LIBCLANG}; else: {INSTALL_UCX}"
         )
     })?;
+    let bindings = table(&bindings.to_string())
+        .map_err(|error| format!("what bindgen made of UCX's headers cannot be used: {error}"))?;
     let path = out.join("bindings.rs");
-    bindings
-        .write_to_file(&path)
+    fs::write(&path, bindings)
         .map_err(|error| format!("{} cannot be written: {error}", path.display()))
+}
+
+/// The bindings with UCX's functions behind pointers. The shim's own are linked, and stay as they are.
+fn table(bindings: &str) -> syn::Result<String> {
+    let mut file = syn::parse_file(bindings)?;
+    let mut functions = Vec::new();
+    for item in &mut file.items {
+        let syn::Item::ForeignMod(block) = item else {
+            continue;
+        };
+        block.items.retain(|item| match item {
+            syn::ForeignItem::Fn(function)
+                if !function.sig.ident.to_string().starts_with("kvf_") =>
+            {
+                functions.push(function.sig.clone());
+                false
+            }
+            _ => true,
+        });
+    }
+    let fields = functions.iter().map(|function| {
+        let (name, inputs, output) = (&function.ident, &function.inputs, &function.output);
+        quote!(pub(crate) #name: unsafe extern "C" fn(#inputs) #output)
+    });
+    let values = functions.iter().map(|function| {
+        let name = &function.ident;
+        let symbol = syn::LitCStr::new(
+            &std::ffi::CString::new(name.to_string()).unwrap_or_default(),
+            name.span(),
+        );
+        // SAFETY: see the generated comment.
+        quote!(#name: unsafe { std::mem::transmute::<*mut std::ffi::c_void, _>(find(#symbol)?) })
+    });
+    let wrappers = functions.iter().map(|function| {
+        let (name, inputs, output) = (&function.ident, &function.inputs, &function.output);
+        let arguments = inputs.iter().filter_map(|input| match input {
+            syn::FnArg::Typed(input) => Some(&input.pat),
+            syn::FnArg::Receiver(_) => None,
+        });
+        quote! {
+            #[inline]
+            pub unsafe fn #name(#inputs) #output {
+                unsafe { (crate::library::functions().#name)(#(#arguments),*) }
+            }
+        }
+    });
+    let added = quote! {
+        /// The functions of the UCX that was loaded.
+        #[derive(Debug)]
+        pub(crate) struct Functions { #(#fields),* }
+
+        impl Functions {
+            /// # Safety
+            /// `find` returns the address of UCX's function of that name, or an error.
+            pub(crate) unsafe fn find<E>(
+                find: impl Fn(&'static std::ffi::CStr) -> Result<*mut std::ffi::c_void, E>,
+            ) -> Result<Self, E> {
+                Ok(Self { #(#values),* })
+            }
+        }
+
+        #(#wrappers)*
+    };
+    let file = quote!(#file #added);
+    Ok(file.to_string())
 }
 
 /// bindgen panics with a page of text where libclang cannot be loaded.

@@ -73,7 +73,7 @@ fn device() -> Option<String> {
 }
 
 fn features_version() -> (u32, u32) {
-    let version = ucx_sys::features().version;
+    let version = ucx_sys::load(None).unwrap().version;
     (version.major, version.minor)
 }
 

@@ -28,7 +28,7 @@ pub(crate) const SLACK: Duration = Duration::from_secs(15);
 /// UCX 1.13 ends a process that emulates a GET for a peer which disappears meanwhile: no fault of
 /// kvferry's, and no real native lane does that.
 pub(crate) fn cannot_lose_peers(lane: &str) -> Option<String> {
-    let version = ucx_sys::features().version;
+    let version = ucx_sys::load(None).unwrap().version;
     let old = (version.major, version.minor) <= (1, 13);
     (lane == "native" && old)
         .then(|| format!("UCX {version} aborts when a peer ends in the middle of an emulated GET"))

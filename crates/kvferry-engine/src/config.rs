@@ -1,6 +1,7 @@
 //! How an engine behaves: every knob, its unit, its default.
 
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use kvferry_wire::{EngineId, Instance, Rank};
@@ -50,6 +51,9 @@ pub struct EngineConfig {
     /// or `mlx5_0:1,mlx5_1:1`. `None`, the default, leaves the variable in force, or UCX's default,
     /// which is all.
     pub net_devices: Option<String>,
+    /// Which UCX the process loads, at its first engine: the file `libucp.so.0`, or a directory with it.
+    /// `None`, the default, leaves it to the variable `KVFERRY_UCX_LIBRARY`, or else to the dynamic loader.
+    pub ucx_library: Option<PathBuf>,
     /// Quiet time after which a peer is pinged. Default 500 ms.
     pub ping_interval: Duration,
     /// Silence after which a peer is suspect: its transfers fail as stalled. Default 2 s.
@@ -109,6 +113,7 @@ impl EngineConfig {
             require_rdma: false,
             transports: None,
             net_devices: None,
+            ucx_library: None,
             ping_interval: Duration::from_millis(500),
             suspect_after: Duration::from_secs(2),
             dead_after: Duration::from_secs(10),
@@ -229,6 +234,7 @@ impl From<&EngineConfig> for UcxOptions {
             allow_emulation: config.allow_emulation,
             transports: config.transports.clone(),
             net_devices: config.net_devices.clone(),
+            library: config.ucx_library.clone(),
         }
     }
 }

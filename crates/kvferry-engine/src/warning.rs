@@ -42,4 +42,15 @@ pub enum StartWarning {
         /// What was done about it, or what follows.
         consequence: String,
     },
+    /// The process has more than one UCX.
+    #[error(
+        "kvferry uses {ours}, and somebody else in this process has loaded {others}: each patches functions of the \
+         process for itself. Where the other is not needed, do not load it (Python's nixl packages bring one)"
+    )]
+    SeveralUcx {
+        /// The file of ours.
+        ours: String,
+        /// The files of the others.
+        others: String,
+    },
 }

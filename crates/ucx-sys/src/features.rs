@@ -1,17 +1,16 @@
 //! What the UCX that this process loaded is, and what it can do beyond 1.13.
 //!
-//! Responsible for finding out, once. Not for judging: whether a version will do is the caller's
+//! Responsible for finding out. Not for judging: whether a version will do is the caller's
 //! decision. A function pointer is here only if the loaded library both exports the function and is
 //! of a version that knows the layout which the pointer's type declares.
 
-use std::ffi::{CStr, OsStr, c_void};
+use std::ffi::{CStr, c_void};
 use std::fmt;
 use std::mem;
-use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
-use std::sync::OnceLock;
 
-use crate::bindings::{kvf_ep_attr_t, ucp_ep_h, ucp_get_version, ucs_status_t};
+use crate::bindings::{kvf_ep_attr_t, ucp_ep_h, ucs_status_t};
+use crate::library::library_of;
 
 /// A UCX version. Versions order as their numbers do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -102,64 +101,22 @@ impl TcpSegmentKeys {
     }
 }
 
-/// Describes the UCX that this process loaded. The answer is found at the first call.
-pub fn features() -> &'static Features {
-    static FEATURES: OnceLock<Features> = OnceLock::new();
-    FEATURES.get_or_init(|| {
-        let version = loaded_version();
-        Features {
+impl Features {
+    /// What a library of this version is, whose functions `symbol` finds (null for none).
+    pub(crate) fn of(version: Version, symbol: impl Fn(&CStr) -> *mut c_void) -> Self {
+        let ep_query = symbol(c"ucp_ep_query");
+        let has_transports = version.at_least(1, 14) && !ep_query.is_null();
+        Self {
             version,
             library: library_of(symbol(c"ucp_get_version")),
-            ep_transports: version.at_least(1, 14).then(ep_transports).flatten(),
+            // SAFETY: the symbol is UCX's function of that name. Its second parameter is declared there as
+            // a longer structure that starts like ours (asserted in shim.c against the headers), and UCX
+            // writes only fields named in the mask.
+            ep_transports: has_transports
+                .then(|| unsafe { mem::transmute::<*mut c_void, EpQueryTransports>(ep_query) }),
             tcp_segments: TcpSegmentKeys::of(version),
         }
-    })
-}
-
-fn loaded_version() -> Version {
-    let (mut major, mut minor, mut release) = (0, 0, 0);
-    // SAFETY: the three pointers are to live integers, which is all that the function asks.
-    unsafe { ucp_get_version(&raw mut major, &raw mut minor, &raw mut release) };
-    Version {
-        major,
-        minor,
-        release,
     }
-}
-
-fn ep_transports() -> Option<EpQueryTransports> {
-    let address = symbol(c"ucp_ep_query");
-    if address.is_null() {
-        return None;
-    }
-    // SAFETY: the symbol is UCX's function of that name. Its second parameter is declared there as
-    // a longer structure that starts like ours (asserted in shim.c against the headers), and UCX
-    // writes only fields named in the mask.
-    Some(unsafe { mem::transmute::<*mut c_void, EpQueryTransports>(address) })
-}
-
-/// The address of `name` in the libraries of this process, or null.
-fn symbol(name: &CStr) -> *mut c_void {
-    // SAFETY: the name is NUL-terminated; looking a symbol up has no other requirement.
-    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
-}
-
-/// The file that holds the code at `address`.
-fn library_of(address: *mut c_void) -> Option<PathBuf> {
-    if address.is_null() {
-        return None;
-    }
-    // SAFETY: all-zero is a valid `Dl_info` (null pointers).
-    let mut info: libc::Dl_info = unsafe { mem::zeroed() };
-    // SAFETY: dladdr accepts any address and writes to the structure that it is given.
-    let found = unsafe { libc::dladdr(address, &raw mut info) };
-    if found == 0 || info.dli_fname.is_null() {
-        return None;
-    }
-    // SAFETY: dladdr succeeded, so the name is a NUL-terminated string of the loader's, valid while
-    // the library is loaded; it is copied here.
-    let name = unsafe { CStr::from_ptr(info.dli_fname) };
-    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
 }
 
 /// Reads a decimal number that the build script wrote.

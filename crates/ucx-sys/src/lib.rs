@@ -14,16 +14,14 @@
 //! from `Default::default()` (all zero) and set fields by name. Constants keep their values, except
 //! those that count others (`UCS_MEMORY_TYPE_LAST`, `UCS_MEMORY_TYPE_UNKNOWN`): do not use them.
 //!
-//! # Which UCX is linked
+//! # Which UCX is loaded
 //!
-//! `UCX_DIR`, a prefix with `include/` and `lib/`, goes first; pkg-config's package `ucx` is next.
-//! That decides the headers and what the linker sees. The *loader* decides anew in every process: a
-//! program linked against a UCX outside the system's library directories loads the system's UCX
-//! unless `LD_LIBRARY_PATH` or a run path says otherwise. A build script cannot give a run path to
-//! programs of other packages, so whoever wants one reads `DEP_UCP_LIBDIR` in a build script of a
-//! package that depends on this one and prints `cargo::rustc-link-arg=-Wl,-rpath,<dir>`.
-//! `DEP_UCP_ROOT` (where known), `DEP_UCP_INCLUDE` and `DEP_UCP_VERSION` are there too.
-//! [`features`] tells which library it was in the end.
+//! `UCX_DIR`, a prefix with `include/`, or else pkg-config's package `ucx`, decides the headers of the build, and
+//! nothing else: programs do not link UCX. [`load`] loads one, `libucp.so.0` as the dynamic loader finds it
+//! (`LD_LIBRARY_PATH`, the system's directories) or the file that it is told, and fills the table that the functions of
+//! this crate go through. **It comes before everything else**: all functions have it that it has succeeded, and panic
+//! otherwise. [`features`] tells which library it was, [`copies`] which others are in the process. A library that is
+//! loaded stays.
 //!
 //! # Where UCX's log goes
 //!
@@ -34,6 +32,7 @@
 #![allow(unsafe_code)]
 
 mod features;
+mod library;
 
 /// What bindgen made of `native/ucx.h`.
 mod bindings {
@@ -52,6 +51,5 @@ mod bindings {
 }
 
 pub use bindings::*;
-pub use features::{
-    EpQueryTransports, Features, HEADERS_VERSION, TcpSegmentKeys, Version, features,
-};
+pub use features::{EpQueryTransports, Features, HEADERS_VERSION, TcpSegmentKeys, Version};
+pub use library::{LoadError, MIN_VERSION, copies, features, load, loaded};

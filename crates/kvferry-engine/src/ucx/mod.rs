@@ -16,6 +16,7 @@ mod callbacks;
 mod endpoint;
 mod exit_hook;
 mod fabric;
+mod library;
 mod lingering;
 mod log;
 mod memlock;
@@ -40,7 +41,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 
 use kvferry_wire::{Addresses, UcxVersion};
-use ucx_sys::{features, ucs_status_t};
+use ucx_sys::ucs_status_t;
 
 use self::callbacks::{Event, Mailbox};
 use self::endpoint::{Endpoint, Phase, Side};
@@ -109,6 +110,7 @@ impl UcxFabric {
         options: &UcxOptions,
         plan: impl FnOnce(&[transports::Resource], &str, bool) -> DataPlan,
     ) -> Result<Self, FabricError> {
+        let version = library::load(options.library.as_deref())?;
         log::take_over();
         exit_hook::install();
         let chosen = options.transports.is_some() || std::env::var_os("UCX_TLS").is_some();
@@ -121,7 +123,6 @@ impl UcxFabric {
         let options = if room.avoid { &without_posix } else { options };
         let mailbox = Rc::new(Mailbox::default());
         let workers = Workers::new(options, plan, &mailbox).map_err(|error| room.explain(error))?;
-        let version = features().version;
         let capabilities = Capabilities {
             name: "ucx",
             ucx: Some(UcxVersion {
@@ -144,7 +145,12 @@ impl UcxFabric {
                 .data
                 .as_ref()
                 .is_some_and(|data| data.context().found().iter().any(native::is_rdma)),
-            warnings: room.warning.iter().cloned().collect(),
+            warnings: room
+                .warning
+                .iter()
+                .cloned()
+                .chain(library::warning())
+                .collect(),
         };
         Ok(Self {
             capabilities,

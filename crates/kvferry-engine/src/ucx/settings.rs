@@ -4,7 +4,7 @@
 //! environment. Pure, but for reading the environment and the names of devices.
 
 use std::env;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use ucx_sys::Version;
 
@@ -20,6 +20,8 @@ pub struct UcxOptions {
     /// The network devices, as `UCX_NET_DEVICES` names them, which it overrides. `None` leaves that in
     /// force.
     pub net_devices: Option<String>,
+    /// Which UCX to load, as [`EngineConfig::ucx_library`](crate::EngineConfig::ucx_library).
+    pub library: Option<PathBuf>,
 }
 
 /// Names that UCX (1.13 to 1.22) takes for several transports, and those. Without those for set-up only.

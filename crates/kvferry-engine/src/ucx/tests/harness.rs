@@ -131,7 +131,7 @@ impl Node {
 /// The version that the run is meant for, such as `1.22`, if it says so.
 fn the_expected_ucx_is_loaded() {
     if let Ok(expected) = std::env::var("KVFERRY_EXPECT_UCX") {
-        let loaded = features();
+        let loaded = ucx_sys::features();
         let found = format!("{}.{}", loaded.version.major, loaded.version.minor);
         assert_eq!(
             found, expected,
