@@ -37,6 +37,50 @@ pub struct Metric<T: 'static> {
     pub read: fn(&T) -> u64,
 }
 
+/// What a figure is called, without the snapshot that it is read from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Name {
+    /// Its name.
+    pub name: &'static str,
+    /// Its own label, where a name has several figures.
+    pub label: Option<(&'static str, &'static str)>,
+}
+
+/// The figures of a half at one moment, for whoever publishes them in a way of his own.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Figures {
+    /// Counters and gauges. A name that is there several times (children of the same kind) counts as the sum.
+    pub values: Vec<(Name, Kind, u64)>,
+    /// Distributions.
+    pub times: Vec<(Name, Distribution)>,
+}
+
+impl Figures {
+    /// Adds a snapshot's figures.
+    pub fn add<T>(&mut self, table: &[Metric<T>], snapshot: &T) {
+        let figures = table.iter().map(|metric| {
+            let name = Name {
+                name: metric.name,
+                label: metric.label,
+            };
+            (name, metric.kind, (metric.read)(snapshot))
+        });
+        self.values.extend(figures);
+    }
+
+    /// Adds a snapshot's distributions.
+    pub fn add_times<T>(&mut self, table: &[MetricTimes<T>], snapshot: &T) {
+        let times = table.iter().map(|metric| {
+            let name = Name {
+                name: metric.name,
+                label: None,
+            };
+            (name, *(metric.read)(snapshot))
+        });
+        self.times.extend(times);
+    }
+}
+
 /// Publishes a snapshot. `labels` say whose it is, such as the engine's id and the rank.
 ///
 /// ```

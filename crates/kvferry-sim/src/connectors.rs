@@ -153,7 +153,7 @@ impl RealFactory {
         let mut workers: Vec<Box<dyn WorkerConnector>> = Vec::new();
         let mut engines = Vec::new();
         for rank in 0..config.ranks {
-            let worker = self.worker(&config, instance, rank)?;
+            let worker = self.worker(&config, rank)?;
             engines.push(worker.engine().clone());
             workers.push(Box::new(worker));
         }
@@ -165,12 +165,7 @@ impl RealFactory {
         Ok((Box::new(scheduler), workers))
     }
 
-    fn worker(
-        &mut self,
-        config: &RemoteConfig,
-        instance: Instance,
-        rank: u32,
-    ) -> Result<RemoteWorker, FactoryError> {
+    fn worker(&mut self, config: &RemoteConfig, rank: u32) -> Result<RemoteWorker, FactoryError> {
         let mut engine = EngineConfig::new(config.engine.clone());
         engine.ping_interval = Duration::from_millis(100);
         engine.suspect_after = Duration::from_millis(500);
@@ -190,7 +185,8 @@ impl RealFactory {
         if carrier == Carrier::Ucx {
             engine.net_devices = Some("lo".to_owned());
         }
-        let worker = RemoteWorker::start_with(config.clone(), instance, rank, engine, start)?;
+        // As in vLLM, workers are made first, and learn the instance from a plan.
+        let worker = RemoteWorker::start_with(config.clone(), None, rank, engine, start)?;
         Ok(worker)
     }
 }

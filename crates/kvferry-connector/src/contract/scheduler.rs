@@ -4,6 +4,7 @@ use kvferry_wire::RequestId;
 use serde::{Deserialize, Serialize};
 
 use super::{Aggregated, Matched, StepPlan};
+use crate::metrics::Figures;
 
 pub use kvferry_wire::params::Params;
 
@@ -160,6 +161,11 @@ pub trait SchedulerConnector: Send {
     /// A request ends. The blocks of one whose async load is under way are the scheduler's to keep
     /// until the load is reported; the answer is [`Finished::Free`] then.
     fn request_finished(&mut self, finished: &FinishedRequest<'_>) -> Finished;
+
+    /// Adds what it has counted. Cheap: no waiting.
+    fn figures(&self, figures: &mut Figures) {
+        let _ = figures;
+    }
 
     /// What all ranks have reported.
     fn on_report(&mut self, report: &Aggregated);

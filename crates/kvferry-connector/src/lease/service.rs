@@ -68,6 +68,7 @@ pub enum LeaseControlError {
 
 #[derive(Debug)]
 enum Command {
+    Adopt(Instance),
     Apply(StepLeases),
     Drain { within: Duration },
     Snapshot(channel::Sender<LeaseSnapshot>),
@@ -100,6 +101,15 @@ impl LeaseControl {
         let _ = self.wake.set(Box::new(wake));
     }
 
+    /// Names the scheduler half, for a service that was made before it was known
+    /// ([`LeaseTable::adopt`](super::LeaseTable::adopt)). Before the first plan.
+    ///
+    /// # Errors
+    /// [`LeaseControlError::Gone`].
+    pub fn adopt(&self, instance: Instance) -> Result<(), LeaseControlError> {
+        self.send(Command::Adopt(instance))
+    }
+
     /// Hands over the lease part of a step's plan. Plans are applied in the order of these calls
     /// and before any message that arrives later; one that is wrong comes back as
     /// [`LeaseEvent::PlanRefused`].
@@ -119,13 +129,22 @@ impl LeaseControl {
         self.send(Command::Drain { within })
     }
 
+    /// Asks for counters and gauges; the answer comes through the channel.
+    ///
+    /// # Errors
+    /// [`LeaseControlError::Gone`].
+    pub fn ask_snapshot(&self) -> Result<Receiver<LeaseSnapshot>, LeaseControlError> {
+        let (sender, receiver) = channel::bounded(1);
+        self.send(Command::Snapshot(sender))?;
+        Ok(receiver)
+    }
+
     /// Asks for counters and gauges and waits for up to `timeout`.
     ///
     /// # Errors
     /// [`LeaseControlError`], both kinds.
     pub fn snapshot(&self, timeout: Duration) -> Result<LeaseSnapshot, LeaseControlError> {
-        let (sender, receiver) = channel::bounded(1);
-        self.send(Command::Snapshot(sender))?;
+        let receiver = self.ask_snapshot()?;
         receiver.recv_timeout(timeout).map_err(|error| match error {
             RecvTimeoutError::Timeout => LeaseControlError::TimedOut(timeout),
             RecvTimeoutError::Disconnected => LeaseControlError::Gone,
@@ -252,6 +271,12 @@ impl LeaseService {
     fn take_commands(&mut self) {
         while let Ok(command) = self.commands.try_recv() {
             match command {
+                Command::Adopt(instance) => {
+                    if !self.table.adopt(instance) {
+                        let ours = self.table.instance();
+                        tracing::error!(%ours, %instance, "plans of another scheduler half");
+                    }
+                }
                 Command::Apply(plan) => self.apply(plan),
                 Command::Drain { within } => {
                     self.table.begin_drain();

@@ -103,6 +103,15 @@ impl<P: Copy + Ord> LeaseTable<P> {
         self.instance
     }
 
+    /// Takes the name of the scheduler half, for a table that was made before it was known. Only before
+    /// the first lease: says whether the table is of that instance now.
+    pub fn adopt(&mut self, instance: Instance) -> bool {
+        if self.mark == 0 && self.leases.is_empty() && self.early.len() == 0 {
+            self.instance = instance;
+        }
+        self.instance == instance
+    }
+
     /// The limits it was made with.
     #[must_use]
     pub const fn config(&self) -> &LeaseConfig {

@@ -15,6 +15,7 @@ use crate::contract::{
     ReportPart, RequestView, Scheduled, SchedulerConnector, StepPlan, StepView, WorkerReport,
 };
 use crate::load_state::LoadState;
+use crate::metrics::Figures;
 
 /// Why children do not go together.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -338,6 +339,12 @@ impl SchedulerConnector for MultiScheduler {
         let (params, dropped) = params::merge(given);
         self.stats.params_dropped += dropped;
         Finished::Hold { params }
+    }
+
+    fn figures(&self, figures: &mut Figures) {
+        for child in &self.children {
+            child.connector.figures(figures);
+        }
     }
 
     fn on_report(&mut self, report: &Aggregated) {

@@ -12,6 +12,7 @@ use super::stats::MultiWorkerStats;
 use crate::contract::{
     CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerReport,
 };
+use crate::metrics::Figures;
 
 /// Who of a finished request's holders has not reported.
 #[derive(Debug)]
@@ -181,6 +182,12 @@ impl WorkerConnector for MultiWorker {
             all.part = Some(ReportPart::Multi(parts));
         }
         all
+    }
+
+    fn figures(&mut self, figures: &mut Figures) {
+        for child in &mut self.children {
+            child.figures(figures);
+        }
     }
 
     fn shutdown(&mut self, within: Duration) {

@@ -1,7 +1,7 @@
 //! What passes between the halves of [`RemotePrefill`](super).
 
 use kvferry_wire::params::Source;
-use kvferry_wire::{Epoch, LeaseId, RequestId};
+use kvferry_wire::{Epoch, Instance, LeaseId, RequestId};
 use serde::{Deserialize, Serialize};
 
 use crate::lease::{End, StepLeases};
@@ -44,6 +44,8 @@ pub struct Load {
 /// Orders of one step.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Plan {
+    /// The scheduler half, in plans that issue leases.
+    pub instance: Option<Instance>,
     /// The lease part: what this engine issues.
     pub leases: StepLeases,
     /// Leases of others to keep alive from now on.
@@ -61,6 +63,8 @@ impl Plan {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         let Self {
+            // Goes with leases.
+            instance: _,
             leases,
             hold,
             load,

@@ -25,6 +25,7 @@ use crate::contract::{
 };
 use crate::directory::{DirectoryConfig, DirectoryServer};
 use crate::lease::End;
+use crate::metrics::{Figures, REMOTE};
 
 /// A request whose blocks are held at its producer and not asked for yet.
 #[derive(Debug)]
@@ -74,8 +75,7 @@ pub struct RemoteScheduler {
 }
 
 impl RemoteScheduler {
-    /// A scheduler half whose leases are of this instance, the one that its workers were made with. One
-    /// that exports listens at the configured address.
+    /// A scheduler half whose leases are of this instance, drawn anew at every start. One that exports listens at the configured address.
     ///
     /// # Errors
     /// A setting that is out of range, or an address that cannot be listened at.
@@ -444,6 +444,7 @@ impl SchedulerConnector for RemoteScheduler {
             }
         }
         let mut plan = std::mem::take(&mut self.next);
+        plan.instance = (!plan.leases.reserve.is_empty()).then_some(self.instance);
         plan.leases.issued_up_to = self.issued;
         plan.leases.activate.sort_unstable();
         plan.leases.revoke.sort_unstable();
@@ -474,6 +475,10 @@ impl SchedulerConnector for RemoteScheduler {
             }
             Some(Holding::Wanted | Holding::Spoiled) | None => Finished::Free,
         }
+    }
+
+    fn figures(&self, figures: &mut Figures) {
+        figures.add(REMOTE, &self.stats());
     }
 
     fn on_report(&mut self, report: &Aggregated) {

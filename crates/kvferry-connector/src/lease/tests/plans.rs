@@ -229,3 +229,24 @@ fn settings_out_of_range_are_refused_by_name() {
     };
     assert_eq!(tight.validate(), Ok(()));
 }
+
+/// A rank is made before its scheduler half: it takes the half's name until it knows a lease.
+#[test]
+fn a_table_takes_its_name_before_its_first_lease() {
+    let mut table = LeaseTable::<u32>::new(instance(1), config()).unwrap();
+    assert!(table.adopt(instance(2)));
+    assert_eq!(table.instance(), instance(2));
+    table
+        .apply(
+            StepLeases {
+                issued_up_to: 1,
+                reserve: vec![(epoch(1), request(1))],
+                ..StepLeases::default()
+            },
+            Instant::now(),
+        )
+        .unwrap();
+    assert!(!table.adopt(instance(3)));
+    assert!(table.adopt(instance(2)));
+    assert_eq!(table.instance(), instance(2));
+}

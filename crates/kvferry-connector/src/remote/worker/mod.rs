@@ -30,6 +30,7 @@ use crate::contract::{
 use crate::lease::{
     BorrowControl, LeaseControl, LeaseEvent, LeaseService, LeaseSnapshot, StepLeases,
 };
+use crate::metrics::{ENGINE, Figures, LEASES, LOADER, LOADER_TIMES};
 
 /// Time for the engine itself to end, on top of what leases were given.
 const ENGINE_LIMIT: Duration = Duration::from_secs(5);
@@ -40,6 +41,8 @@ pub struct RemoteWorker {
     config: RemoteConfig,
     rank: u32,
     engine: Engine,
+    /// The scheduler half, once it is known.
+    instance: Option<Instance>,
     leases: LeaseControl,
     borrow: BorrowControl,
     events: Sender<Event>,
@@ -52,6 +55,9 @@ pub struct RemoteWorker {
     /// What the next report tells the scheduler half.
     own: Report,
     counters: Arc<LoaderCounters>,
+    /// Of the last answer.
+    lease_figures: LeaseSnapshot,
+    asked: Option<Receiver<LeaseSnapshot>>,
     is_shut_down: bool,
 }
 
@@ -96,14 +102,15 @@ impl Sent {
 }
 
 impl RemoteWorker {
-    /// Starts the engine of a rank. `instance` is the scheduler half's; `engine` says how the engine is to
-    /// be set up, but for its id, rank and instance.
+    /// Starts the engine of a rank. `instance` is the scheduler half's; a worker that is made before that
+    /// half learns it from the first plan with a lease. `engine` says how the engine is to be set up, but for
+    /// its id, rank and instance.
     ///
     /// # Errors
     /// A setting that is out of range, or what the engine says.
     pub fn start(
         config: RemoteConfig,
-        instance: Instance,
+        instance: impl Into<Option<Instance>>,
         rank: u32,
         engine: EngineConfig,
     ) -> Result<Self, RemoteError> {
@@ -116,7 +123,7 @@ impl RemoteWorker {
     /// As [`start`](Self::start).
     pub fn start_with(
         config: RemoteConfig,
-        instance: Instance,
+        instance: impl Into<Option<Instance>>,
         rank: u32,
         mut engine: EngineConfig,
         start: impl FnOnce(EngineBuilder) -> Result<Engine, EngineError>,
@@ -131,9 +138,12 @@ impl RemoteWorker {
         }
         engine.engine_id = config.engine.clone();
         engine.rank = rank_of(rank);
-        engine.instance = Some(instance);
+        engine.instance = instance.into();
         engine.connect_timeout = engine.connect_timeout.min(config.connect_timeout);
         let (events, inbox) = unbounded();
+        // Until the half's name is known nobody can know a lease.
+        let named = engine.instance;
+        let instance = named.map_or_else(Instance::random, Ok)?;
         let (mut service, leases) = LeaseService::new(instance, config.lease)?;
         let to_loader = events.clone();
         let borrow = service.borrow(config.borrow, move |event| {
@@ -149,6 +159,7 @@ impl RemoteWorker {
             config,
             rank,
             engine,
+            instance: named,
             leases,
             borrow,
             events,
@@ -159,6 +170,8 @@ impl RemoteWorker {
             sent: Sent::default(),
             own: Report::default(),
             counters: Arc::default(),
+            lease_figures: LeaseSnapshot::default(),
+            asked: None,
             is_shut_down: false,
         })
     }
@@ -341,6 +354,14 @@ impl WorkerConnector for RemoteWorker {
             tracing::error!("another connector's plan");
             return;
         };
+        if let Some(instance) = plan.instance.take()
+            && self.instance != Some(instance)
+        {
+            self.instance = Some(instance);
+            if let Err(error) = self.leases.adopt(instance) {
+                tracing::error!(%error, "the scheduler half's name is lost");
+            }
+        }
         let leases = std::mem::take(&mut plan.leases);
         if !leases.is_empty() {
             self.sent.plan(&leases);
@@ -375,6 +396,22 @@ impl WorkerConnector for RemoteWorker {
             all.part = Some(ReportPart::Remote(std::mem::take(&mut self.own)));
         }
         all
+    }
+
+    fn figures(&mut self, figures: &mut Figures) {
+        let loader = self.counters.snapshot();
+        figures.add(LOADER, &loader);
+        figures.add_times(LOADER_TIMES, &loader);
+        figures.add(ENGINE, &self.engine.counters());
+        // The progress thread answers until the next call.
+        if let Some(Ok(answer)) = self.asked.as_ref().map(Receiver::try_recv) {
+            self.lease_figures = answer;
+            self.asked = None;
+        }
+        if self.asked.is_none() {
+            self.asked = self.leases.ask_snapshot().ok();
+        }
+        figures.add(LEASES, &self.lease_figures);
     }
 
     fn shutdown(&mut self, within: Duration) {
