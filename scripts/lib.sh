@@ -118,6 +118,30 @@ want_for_fetch() {
     want python3-pip 'downloads UCX' have_pip
 }
 
+# What the Python package needs, to be built and tested.
+want_for_python() {
+    want python3 'builds and tests the Python package' command -v python3
+    want python3-venv 'makes an environment for that' python3 -c 'import ensurepip, venv'
+}
+
+# --- Python ------------------------------------------------------------------------
+
+# The interpreter of an environment below the target directory, which is made if need be.
+python_environment() {
+    local home
+    home=$(target_directory)/python || return
+    if ! "$home/bin/python" -c '' 2>/dev/null; then
+        rm -rf "$home"
+        python3 -m venv "$home" >&2 || return
+    fi
+    printf '%s\n' "$home/bin/python"
+}
+
+# python_install PACKAGES...: into that environment.
+python_install() {
+    "$(python_environment)" -m pip install --quiet --disable-pip-version-check "$@" >&2
+}
+
 # --- Rust --------------------------------------------------------------------------
 
 require_rust() {

@@ -80,5 +80,5 @@ pub use same_host::ShareSocket;
 pub use service::{PeerId, Replies, Sender, Service};
 pub use table::{RemoteTable, Table, TableSpec};
 pub use transfer::{Transfer, TransferReport};
-pub use ucx::{UcxFabric, UcxOptions};
+pub use ucx::{UcxFabric, UcxOptions, ucx_copies};
 pub use warning::StartWarning;

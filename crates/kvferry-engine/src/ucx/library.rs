@@ -29,6 +29,12 @@ pub(super) fn load(chosen: Option<&Path>) -> Result<Version, FabricError> {
     Ok(features.version)
 }
 
+/// The files of all copies of UCX in this process, whoever loaded them. Loads none.
+#[must_use]
+pub fn ucx_copies() -> Vec<PathBuf> {
+    ucx_sys::copies()
+}
+
 /// What is to be said of copies that others have loaded.
 pub(super) fn warning() -> Option<StartWarning> {
     let ours = ucx_sys::loaded()?.library.as_deref()?.canonicalize().ok()?;

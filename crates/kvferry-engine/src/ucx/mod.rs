@@ -45,6 +45,7 @@ use ucx_sys::ucs_status_t;
 
 use self::callbacks::{Event, Mailbox};
 use self::endpoint::{Endpoint, Phase, Side};
+pub use self::library::ucx_copies;
 use self::lingering::Lingering;
 use self::memory::Memory;
 use self::native::DataPlan;

@@ -1,0 +1,102 @@
+//! Figures for Prometheus: what there is, and what a half has counted.
+
+use std::collections::HashMap;
+
+use kvferry_connector::distribution::BOUNDS_US;
+use kvferry_connector::metrics::{
+    ENGINE, Figures, Kind, LEASES, LOADER, LOADER_TIMES, Metric, Name, REMOTE,
+};
+use pyo3::prelude::*;
+
+/// A metric: name, kind, unit, its label's name if it has one, what it says.
+type Described = (
+    &'static str,
+    &'static str,
+    &'static str,
+    Option<&'static str>,
+    &'static str,
+);
+
+/// All metrics of a connector (`(name, kind, unit, label, help)`, kinds `counter`, `gauge` and `histogram`), and the
+/// upper bounds of histograms' buckets, in the histograms' unit.
+#[pyfunction]
+pub(crate) fn metrics(connector: &str) -> (Vec<Described>, Vec<u64>) {
+    fn add<T>(all: &mut Vec<Described>, table: &[Metric<T>]) {
+        for metric in table {
+            let kind = match metric.kind {
+                Kind::Counter => "counter",
+                Kind::Gauge => "gauge",
+            };
+            let label = metric.label.map(|(name, _)| name);
+            let described = (metric.name, kind, metric.unit, label, metric.help);
+            // A name with several figures is one metric.
+            if !all.contains(&described) {
+                all.push(described);
+            }
+        }
+    }
+    let mut all = Vec::new();
+    if connector == "KvferryConnector" {
+        add(&mut all, REMOTE);
+        add(&mut all, LOADER);
+        add(&mut all, LEASES);
+        add(&mut all, ENGINE);
+        for times in LOADER_TIMES {
+            all.push((times.name, "histogram", "microseconds", None, times.help));
+        }
+    }
+    (all, BOUNDS_US.to_vec())
+}
+
+/// What has changed since the last time: growth of counters and distributions, gauges as they are.
+#[derive(Debug, Default)]
+pub(crate) struct Changes {
+    last: HashMap<Name, u64>,
+    last_times: HashMap<Name, (Vec<u64>, u64)>,
+}
+
+/// Changes of counters, gauges and histograms by key, which is the name, or `name{label}` with the label's value.
+/// A histogram's are its buckets and its sum.
+pub(crate) type Changed = (
+    HashMap<String, u64>,
+    HashMap<String, u64>,
+    HashMap<String, (Vec<u64>, u64)>,
+);
+
+impl Changes {
+    pub(crate) fn take(&mut self, figures: Figures) -> Changed {
+        let (mut counters, mut gauges) = (HashMap::new(), HashMap::new());
+        let mut sums: HashMap<Name, (Kind, u64)> = HashMap::new();
+        for (name, kind, value) in figures.values {
+            sums.entry(name).or_insert((kind, 0)).1 += value;
+        }
+        for (name, (kind, value)) in sums {
+            let last = self.last.insert(name, value).unwrap_or(0);
+            if value != last {
+                match kind {
+                    Kind::Counter => counters.insert(key(name), value.saturating_sub(last)),
+                    Kind::Gauge => gauges.insert(key(name), value),
+                };
+            }
+        }
+        let mut times = HashMap::new();
+        for (name, distribution) in figures.times {
+            let (buckets, sum) = (distribution.buckets.to_vec(), distribution.sum_us);
+            let last = self.last_times.insert(name, (buckets.clone(), sum));
+            let (last_buckets, last_sum) = last.unwrap_or_else(|| (vec![0; buckets.len()], 0));
+            if buckets != last_buckets {
+                let grown = buckets.iter().zip(&last_buckets);
+                let grown = grown.map(|(now, then)| now.saturating_sub(*then)).collect();
+                times.insert(key(name), (grown, sum.saturating_sub(last_sum)));
+            }
+        }
+        (counters, gauges, times)
+    }
+}
+
+fn key(name: Name) -> String {
+    match name.label {
+        None => name.name.to_owned(),
+        Some((_, value)) => format!("{}{{{value}}}", name.name),
+    }
+}

@@ -1,0 +1,124 @@
+//! What Python says of an engine, and the settings that its user wrote.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use kvferry_connector::contract::{Params, Role};
+use kvferry_connector::settings::{Settings, StorageOnly, UcxChoice};
+use kvferry_wire::EngineId;
+use pyo3::prelude::*;
+use serde::Deserialize;
+
+use crate::configuration;
+
+/// Which connector.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+pub(crate) enum Kind {
+    /// `RemotePrefill`, with `SharedStorage` behind it if a directory is set.
+    #[serde(rename = "KvferryConnector")]
+    Remote,
+    /// `SharedStorage` alone.
+    #[serde(rename = "KvferryStorageConnector")]
+    Storage,
+}
+
+/// An engine, as its halves are told of it. Both halves of an engine get the same.
+#[derive(Clone, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Setup {
+    pub(crate) connector: Kind,
+    /// vLLM's engine id; unique among all that reach one another.
+    pub(crate) engine_id: String,
+    /// vLLM's `kv_role`.
+    pub(crate) role: String,
+    /// All worker ranks: tensor-parallel times pipeline-parallel ones.
+    pub(crate) ranks: u32,
+    /// Tokens of a block, per cache group.
+    pub(crate) block_tokens: Vec<u32>,
+    /// The model, with its revision.
+    pub(crate) model: String,
+    /// Layout and data type of the blocks.
+    pub(crate) layout: String,
+    /// What two engines must have in common, by name.
+    pub(crate) compatibility: BTreeMap<String, String>,
+    /// The user's `kv_connector_extra_config`.
+    pub(crate) extra: Params,
+    /// Where UCX is, if it was chosen.
+    pub(crate) ucx_library: Option<PathBuf>,
+}
+
+impl Setup {
+    pub(crate) fn parse(text: &str) -> PyResult<Self> {
+        serde_json::from_str(text).map_err(|error| configuration(format!("setup: {error}")))
+    }
+
+    pub(crate) fn engine_id(&self) -> PyResult<EngineId> {
+        EngineId::new(&*self.engine_id)
+            .map_err(|error| configuration(format!("engine_id {:?}: {error}", self.engine_id)))
+    }
+
+    pub(crate) fn role(&self) -> PyResult<Role> {
+        let role = Role::ALL.into_iter().find(|role| role.name() == self.role);
+        role.ok_or_else(|| {
+            let known = Role::ALL.map(Role::name).join(", ");
+            configuration(format!(
+                "kv_role is {:?}, expected one of {known}",
+                self.role
+            ))
+        })
+    }
+
+    pub(crate) fn settings(&self) -> PyResult<Settings> {
+        Settings::from_json(&self.extra, variable).map_err(configuration)
+    }
+
+    pub(crate) fn storage_only(&self) -> PyResult<StorageOnly> {
+        StorageOnly::from_json(&self.extra, variable).map_err(configuration)
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+fn parse(extra: &str) -> PyResult<Params> {
+    serde_json::from_str(extra)
+        .map_err(|error| configuration(format!("kv_connector_extra_config: {error}")))
+}
+
+/// Raises what is wrong with a connector's `kv_connector_extra_config`, as JSON.
+#[pyfunction]
+pub(crate) fn check_settings(connector: &str, extra: &str) -> PyResult<()> {
+    let extra = parse(extra)?;
+    match connector {
+        "KvferryConnector" => Settings::from_json(&extra, variable).map(drop),
+        _ => StorageOnly::from_json(&extra, variable).map(drop),
+    }
+    .map_err(configuration)
+}
+
+/// The keys of a connector: name, default, and what it does.
+#[pyfunction]
+pub(crate) fn describe_settings(connector: &str) -> Vec<(&'static str, &'static str, String)> {
+    match connector {
+        "KvferryConnector" => Settings::describe().collect(),
+        _ => StorageOnly::describe().collect(),
+    }
+}
+
+/// Which UCX a `kv_connector_extra_config` asks for: `None`, `"system"`, `"libucx"` or a path.
+#[pyfunction]
+pub(crate) fn ucx_choice(extra: &str) -> PyResult<Option<String>> {
+    let settings = Settings::from_json(&parse(extra)?, variable).map_err(configuration)?;
+    Ok(settings.ucx.map(|choice| match choice {
+        UcxChoice::System => "system".to_owned(),
+        UcxChoice::Libucx => "libucx".to_owned(),
+        UcxChoice::Path(path) => path.display().to_string(),
+    }))
+}
+
+/// The files of all copies of UCX in this process.
+#[pyfunction]
+pub(crate) fn ucx_copies() -> Vec<PathBuf> {
+    kvferry_engine::ucx_copies()
+}
