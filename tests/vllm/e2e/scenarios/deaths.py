@@ -1,0 +1,84 @@
+"""A server that is killed and comes back, with requests before, during and after."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from ..errors import Failed, RequestError
+from ..pair import Pair
+from ..reference import Prompt
+from ..servers import Server
+from ..settings import COMPUTE_MARGIN, LEASE, LOST_PEER_LIMIT, SCRAPE_MARGIN
+from ..suite import scenario
+from .setups import MAIN
+
+LOST_LIMIT = LOST_PEER_LIMIT + COMPUTE_MARGIN
+
+
+async def busy(pair: Pair, server: Server) -> None:
+    """Waits until a server has requests under way."""
+    async with asyncio.timeout(5):
+        while True:
+            metrics = await pair.client.metrics(server)
+            if metrics.total("vllm:num_requests_running") + metrics.total("vllm:num_requests_waiting"):
+                return
+
+
+async def outcome(pair: Pair, prompt: Prompt, params: dict | None) -> str:
+    """A leg whose server or peer may die meanwhile: right, refused, or the connection broke; soon."""
+    started = time.monotonic()
+    try:
+        answer = await pair.decoded(prompt, params, limit=LOST_LIMIT)
+    except RequestError as error:
+        kind = type(error).__name__
+        if kind == "TooLate":
+            raise Failed(f"{prompt.key}: {error}") from error
+        return f"{kind} after {time.monotonic() - started:.1f} s"
+    pair.check(prompt, answer)
+    return f"right after {answer.total:.1f} s"
+
+
+@scenario("decode-killed", MAIN, lengths=[1500] * 6 + [320] * 3, limit=300)
+async def decode_killed(pair: Pair, prompts: list[Prompt]) -> str:
+    before, during, stale, after = prompts[0], prompts[1:5], prompts[5], prompts[6:]
+    await pair.transferred(before)
+    offers = [await pair.prefilled(prompt) for prompt in during]
+    left_over = await pair.prefilled(stale)
+    legs = [asyncio.create_task(outcome(pair, prompt, params)) for prompt, params in zip(during, offers)]
+    await busy(pair, pair.decode)
+    await pair.decode.kill()
+    died = time.monotonic()
+    outcomes = await asyncio.gather(*legs)
+    # The prefill server works on meanwhile; what it held for the dead is free when the leases are over.
+    await pair.prefilled(after[0])
+    await pair.start()
+    back = time.monotonic() - died
+    # A router that has kept parameters since before the death.
+    kept = await pair.right_or_refused(stale, left_over, limit=LOST_LIMIT)
+    for prompt in after[1:]:
+        await pair.right_at_once(prompt)
+    await pair.freed(LEASE + SCRAPE_MARGIN)
+    return f"during: {', '.join(outcomes)}; back after {back:.0f} s; with parameters from before: {kept}"
+
+
+@scenario("prefill-killed", MAIN, lengths=[1500] * 8 + [320] * 3, limit=300)
+async def prefill_killed(pair: Pair, prompts: list[Prompt]) -> str:
+    before, loading, stale, after = prompts[0], prompts[1:5], prompts[5:8], prompts[8:]
+    await pair.transferred(before)
+    offers = [await pair.prefilled(prompt) for prompt in (*loading, *stale)]
+    legs = [asyncio.create_task(outcome(pair, prompt, params)) for prompt, params in zip(loading, offers)]
+    await busy(pair, pair.decode)
+    await pair.prefill.kill()
+    outcomes = await asyncio.gather(*legs)
+    # Its parameters are still on their way to the decode server.
+    dead = [await outcome(pair, stale[0], offers[4]), await outcome(pair, stale[1], offers[5])]
+    # Without any, the decode server serves alone.
+    alone = await pair.decoded(after[0], None)
+    pair.check(after[0], alone)
+    await pair.start()
+    # The other life of the prefill server listens where the first one did.
+    kept = await outcome(pair, stale[2], offers[6])
+    for prompt in after[1:]:
+        await pair.right_at_once(prompt)
+    return f"during: {', '.join(outcomes)}; while it is dead: {', '.join(dead)}; its next life: {kept}"

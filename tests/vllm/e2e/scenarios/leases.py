@@ -1,0 +1,62 @@
+"""Requests that never reach the decode side, or do so when their lease has ended; and vLLM's default failure
+policy, which answers a failed load with an error."""
+
+from __future__ import annotations
+
+from ..errors import Failed
+from ..pair import Pair
+from ..reference import Prompt
+from ..settings import SCRAPE_MARGIN, SHORT_LEASE
+from ..suite import scenario
+from .setups import SHORT
+
+
+async def expire(pair: Pair, prompts: list[Prompt]) -> tuple[list[dict], float]:
+    """Prefills prompts and waits until their leases have ended; how long that took from the last one on."""
+    offers = [await pair.prefilled(prompt) for prompt in prompts]
+    if not pair.leftovers(await pair.metrics()):
+        raise Failed("nothing is held after the first leg")
+    took = await pair.freed(SHORT_LEASE + SCRAPE_MARGIN)
+    if took < SHORT_LEASE / 2:
+        raise Failed(f"free after {took:.1f} s already, with a lease of {SHORT_LEASE:.0f} s")
+    return offers, took
+
+
+@scenario("never-decoded", SHORT, lengths=[320, 1500])
+async def never(pair: Pair, prompts: list[Prompt]) -> str:
+    before = pair.connector.expired((await pair.metrics())[0])
+    _, took = await expire(pair, prompts)
+    ended = pair.connector.expired((await pair.metrics())[0]) - before
+    if ended != len(prompts):
+        raise Failed(f"{ended:.0f} leases expired instead of {len(prompts)}")
+    return f"free after {took:.1f} s"
+
+
+async def reuse(pair: Pair, others: list[Prompt]) -> None:
+    """Lets other prompts into the blocks that have become free: enough of them to meet every one."""
+    for prompt in others:
+        await pair.prefilled(prompt)
+
+
+@scenario("after-its-lease", SHORT, lengths=[320, 1500, 1500, 320])
+async def late(pair: Pair, prompts: list[Prompt]) -> str:
+    """The parameters come when other prompts may be in the blocks."""
+    offers, _ = await expire(pair, prompts[:2])
+    await reuse(pair, prompts[2:3])
+    outcomes = [await pair.right_or_refused(prompt, params) for prompt, params in zip(prompts, offers)]
+    await pair.freed(SHORT_LEASE + SCRAPE_MARGIN)
+    await pair.right_at_once(prompts[3])
+    return ", ".join(outcomes)
+
+
+# The last of this setup: another decode server.
+@scenario("default-policy", SHORT, lengths=[320, 1500, 100, 320], limit=300)
+async def default_policy(pair: Pair, prompts: list[Prompt]) -> str:
+    """vLLM's default answers a failed load with HTTP 500."""
+    await pair.restart_decode(policy=None)
+    offers, _ = await expire(pair, prompts[:2])
+    await reuse(pair, prompts[2:3])
+    outcomes = [await pair.right_or_refused(prompt, params) for prompt, params in zip(prompts, offers)]
+    await pair.freed(SHORT_LEASE + SCRAPE_MARGIN)
+    await pair.right_at_once(prompts[3])
+    return ", ".join(outcomes)
