@@ -25,12 +25,12 @@ def make_models(kinds: list[str]) -> None:
             subprocess.run(command, check=True, capture_output=True)
 
 
-async def run(suite: Suite, selected: list[Scenario]) -> None:
+async def run(connector: str, selected: list[Scenario]) -> None:
     """Runs them; an interruption ends the servers first."""
     task = asyncio.current_task()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await suite.run(selected)
+    await Suite(connector).run(selected)
 
 
 def main() -> int:
@@ -51,7 +51,7 @@ def main() -> int:
     make_models(list(dict.fromkeys(each.setup.model for each in selected)))
     interrupted = False
     try:
-        asyncio.run(run(Suite(arguments.connector), selected))
+        asyncio.run(run(arguments.connector, selected))
     except asyncio.CancelledError:
         interrupted = True
     for line in RESULTS.figures:
