@@ -36,7 +36,8 @@ def plain_environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if not name.startswith(("VLLM_", "UCX_", "KVFERRY_", "NIXL_", "PYTHON"))
     }
-    # PYTHONDONTWRITEBYTECODE would double the time of a start; UCX may look at the loopback only.
+    # PYTHONDONTWRITEBYTECODE would double the time of a start; UCX may look at the loopback only; counting ranks of
+    # log probabilities would have a C++ compiler run in the first request, which hangs where one was killed before.
     return kept | {
         "UCX_NET_DEVICES": "lo",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -45,6 +46,7 @@ def plain_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "TORCH_COMPILE_DISABLE": "1",
         "PYTHONUNBUFFERED": "1",
         "RUST_BACKTRACE": "1",
     }

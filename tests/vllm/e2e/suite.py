@@ -20,7 +20,7 @@ from .model import folder_name
 from .pair import SERVER_ARGUMENTS, Pair, Setup
 from .reference import Prompt, Reference
 from .servers import plain_environment
-from .settings import HOME
+from .settings import HOME, SCRAPE_MARGIN
 
 Body = Callable[[Pair, list[Prompt]], Awaitable[str | None]]
 
@@ -177,7 +177,8 @@ class Suite:
         # The next one begins with servers that are as new, unless these have recovered.
         if not each.setup.bare:
             try:
-                await pair.settled()
+                # A held lease ends sooner than servers start.
+                await pair.freed(each.setup.lease + SCRAPE_MARGIN)
                 await self._serves(pair)
             except (Failed, RequestError):
                 await pair.stop()
