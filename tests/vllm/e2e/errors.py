@@ -1,6 +1,10 @@
-"""How a scenario ends early, and how a request does."""
+"""How a scenario ends early, and how a request does; alone or with others."""
 
 from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 
 class Failed(Exception):
@@ -29,3 +33,12 @@ class Lost(RequestError):
 
 class TooLate(RequestError):
     """No answer within the limit."""
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Runs all of them to their ends, whatever happens to one; then the first error counts."""
+    results = await asyncio.gather(*coroutines, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

@@ -131,7 +131,13 @@ class Server:
             lines = self.log.read_text(errors="replace").splitlines()
         except OSError:
             return "no log"
-        errors = [line for line in lines if "Error" in line and "Engine core initialization failed" not in line]
+        errors = [
+            line
+            for line in lines
+            if ("Error" in line or "panicked" in line)
+            and " WARNING " not in line
+            and "Engine core initialization failed" not in line
+        ]
         return f"{errors[-1][-300:].strip() if errors else 'no error in its log'} (see {self.log})"
 
     async def stop(self) -> None:

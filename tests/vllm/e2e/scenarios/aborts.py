@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 
 from ..client import Answer, RawRequest, body
-from ..errors import Failed
+from ..errors import Failed, together
 from ..pair import Pair
 from ..reference import Prompt
 from ..settings import FREED_LIMIT, GENERATED
@@ -36,9 +36,7 @@ async def aborted(pair: Pair, prompts: list[Prompt], delays: list[float]) -> str
     engine has never heard of."""
     offers = [await pair.prefilled(prompt) for prompt in prompts]
     before = await pair.metrics()
-    async with asyncio.TaskGroup() as group:
-        for prompt, params, delay in zip(prompts, offers, delays):
-            group.create_task(abandon(pair, prompt, params, delay))
+    await together(abandon(pair, *each) for each in zip(prompts, offers, delays))
     unseen = ""
     try:
         took = await pair.freed(FREED_LIMIT)

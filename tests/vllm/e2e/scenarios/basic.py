@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 
-from ..errors import Failed, Refused
+from ..errors import Failed, Refused, together
 from ..pair import Pair
 from ..reference import Prompt
 from ..settings import SCRAPE_MARGIN
@@ -44,7 +43,7 @@ async def come_as_transfers(pair: Pair, prompts: list[Prompt]) -> None:
 
 @scenario("concurrent-32", MAIN, TCP, MULTI, SLIDING, TP2, lengths=[33, 100, 320, 700] * 8, limit=300)
 async def concurrent(pair: Pair, prompts: list[Prompt]) -> str:
-    answers = await asyncio.gather(*(pair.transferred(prompt) for prompt in prompts))
+    answers = await together(pair.transferred(prompt) for prompt in prompts)
     return f"the slowest decode leg {max(answer.total for answer in answers):.2f} s"
 
 

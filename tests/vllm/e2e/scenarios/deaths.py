@@ -5,36 +5,38 @@ from __future__ import annotations
 import asyncio
 import time
 
-from ..errors import Failed, RequestError
+from ..errors import Failed, RequestError, together
 from ..pair import Pair
 from ..reference import Prompt
-from ..servers import Server
-from ..settings import COMPUTE_MARGIN, LEASE, LOST_PEER_LIMIT, SCRAPE_MARGIN
+from ..settings import COMPUTE_MARGIN, GENERATED, LEASE, LOST_PEER_LIMIT, POLL, SCRAPE_MARGIN
 from ..suite import scenario
 from .setups import MAIN
 
 LOST_LIMIT = LOST_PEER_LIMIT + COMPUTE_MARGIN
 
 
-async def busy(pair: Pair, server: Server) -> None:
-    """Waits until a server has requests under way."""
-    async with asyncio.timeout(5):
-        while True:
-            metrics = await pair.client.metrics(server)
-            if metrics.total("vllm:num_requests_running") + metrics.total("vllm:num_requests_waiting"):
-                return
+async def under_way(pair: Pair) -> None:
+    """Waits until the decode server generates."""
+    deadline = time.monotonic() + LOST_LIMIT
+    while not (await pair.client.metrics(pair.decode)).total("vllm:num_requests_running"):
+        if time.monotonic() > deadline:
+            raise Failed("the decode server does not begin with what it was sent")
+        await asyncio.sleep(POLL)
 
 
-async def outcome(pair: Pair, prompt: Prompt, params: dict | None) -> str:
+async def outcome(pair: Pair, prompt: Prompt, params: dict | None, *, delay: float = 0, endless: bool = False) -> str:
     """A leg whose server or peer may die meanwhile: right, refused, or the connection broke; soon."""
+    await asyncio.sleep(delay)
     started = time.monotonic()
     try:
-        answer = await pair.decoded(prompt, params, limit=LOST_LIMIT)
+        answer = await pair.decoded(prompt, params, limit=LOST_LIMIT, max_tokens=400 if endless else GENERATED)
     except RequestError as error:
         kind = type(error).__name__
         if kind == "TooLate":
             raise Failed(f"{prompt.key}: {error}") from error
         return f"{kind} after {time.monotonic() - started:.1f} s"
+    if endless:
+        raise Failed(f"{prompt.key} ended before its server")
     pair.check(prompt, answer)
     return f"right after {answer.total:.1f} s"
 
@@ -45,11 +47,14 @@ async def decode_killed(pair: Pair, prompts: list[Prompt]) -> str:
     await pair.transferred(before)
     offers = [await pair.prefilled(prompt) for prompt in during]
     left_over = await pair.prefilled(stale)
-    legs = [asyncio.create_task(outcome(pair, prompt, params)) for prompt, params in zip(during, offers)]
-    await busy(pair, pair.decode)
-    await pair.decode.kill()
-    died = time.monotonic()
-    outcomes = await asyncio.gather(*legs)
+
+    async def kill() -> float:
+        await under_way(pair)
+        await pair.decode.kill()
+        return time.monotonic()
+
+    legs = (outcome(pair, prompt, params, endless=True) for prompt, params in zip(during, offers))
+    died, *outcomes = await together([kill(), *legs])
     # The prefill server works on meanwhile; what it held for the dead is free when the leases are over.
     await pair.prefilled(after[0])
     await pair.start()
@@ -67,10 +72,16 @@ async def prefill_killed(pair: Pair, prompts: list[Prompt]) -> str:
     before, loading, stale, after = prompts[0], prompts[1:5], prompts[5:8], prompts[8:]
     await pair.transferred(before)
     offers = [await pair.prefilled(prompt) for prompt in (*loading, *stale)]
-    legs = [asyncio.create_task(outcome(pair, prompt, params)) for prompt, params in zip(loading, offers)]
-    await busy(pair, pair.decode)
-    await pair.prefill.kill()
-    outcomes = await asyncio.gather(*legs)
+
+    async def kill() -> None:
+        await asyncio.sleep(0.05)
+        await pair.prefill.kill()
+
+    # Some are sent before, some after: their loads meet the death at different places.
+    legs = (
+        outcome(pair, prompt, params, delay=place * 0.02) for place, (prompt, params) in enumerate(zip(loading, offers))
+    )
+    _, *outcomes = await together([kill(), *legs])
     # Its parameters are still on their way to the decode server.
     dead = [await outcome(pair, stale[0], offers[4]), await outcome(pair, stale[1], offers[5])]
     # Without any, the decode server serves alone.
