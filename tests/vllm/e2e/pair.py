@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import random
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from .client import PREFILL_PARAMS, Answer, Client
 from .connectors import Connector, Wanted
 from .errors import Failed, Refused, RequestError
 from .metrics import Metrics
+from .model import BLOCK_TOKENS, VOCABULARY
 from .reference import Prompt, Reference
 from .servers import Server, free_port, plain_environment
 from .settings import COMPUTE_MARGIN, GENERATED, LEASE, LOST_PEER_LIMIT, POLL, REQUEST_LIMIT, SCRAPE_MARGIN
@@ -39,7 +41,9 @@ class Setup:
     bare: bool = False
 
 
-SERVER_ARGUMENTS = ["--block-size", "32", "--max-model-len", "2048"]
+# Few blocks, so that freed ones are soon used again: enough for 8 prompts of 1500 tokens and their answers.
+BLOCKS = 512
+SERVER_ARGUMENTS = ["--block-size", "32", "--max-model-len", "2048", "--num-gpu-blocks-override", str(BLOCKS)]
 
 
 class Pair:
@@ -146,6 +150,14 @@ class Pair:
         answer = await self.transferred(prompt, limit=LOST_PEER_LIMIT + COMPUTE_MARGIN)
         if answer.total > LOST_PEER_LIMIT:
             raise Failed(f"the next good request took {answer.total:.1f} s")
+
+    async def overwrite(self, server: Server) -> None:
+        """Has plain requests of others compute in every block of a server that is free: what was there is gone."""
+        length = 1500
+        draw = random.Random(f"overwrite {time.monotonic()}")
+        for _ in range(BLOCKS * BLOCK_TOKENS // length + 1):
+            tokens = [draw.randrange(3, VOCABULARY) for _ in range(length)]
+            await self.client.complete(server, tokens, max_tokens=1)
 
     def check(self, prompt: Prompt, answer: Answer) -> None:
         difference = self.reference.difference(prompt, answer)

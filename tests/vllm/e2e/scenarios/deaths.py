@@ -59,11 +59,12 @@ async def decode_killed(pair: Pair, prompts: list[Prompt]) -> str:
     await pair.prefilled(after[0])
     await pair.start()
     back = time.monotonic() - died
-    # A router that has kept parameters since before the death.
+    # A router that has kept parameters since before the death, when the lease is over and others use the blocks.
+    await pair.freed(LEASE + SCRAPE_MARGIN)
+    await pair.overwrite(pair.prefill)
     kept = await pair.right_or_refused(stale, left_over, limit=LOST_LIMIT)
     for prompt in after[1:]:
         await pair.right_at_once(prompt)
-    await pair.freed(LEASE + SCRAPE_MARGIN)
     return f"during: {', '.join(outcomes)}; back after {back:.0f} s; with parameters from before: {kept}"
 
 
@@ -88,7 +89,8 @@ async def prefill_killed(pair: Pair, prompts: list[Prompt]) -> str:
     alone = await pair.decoded(after[0], None)
     pair.check(after[0], alone)
     await pair.start()
-    # The other life of the prefill server listens where the first one did.
+    # The other life of the prefill server listens where the first one did, and has other bytes in those blocks.
+    await pair.overwrite(pair.prefill)
     kept = await outcome(pair, stale[2], offers[6])
     for prompt in after[1:]:
         await pair.right_at_once(prompt)

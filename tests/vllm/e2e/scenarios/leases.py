@@ -35,31 +35,25 @@ async def never(pair: Pair, prompts: list[Prompt]) -> str:
     return f"free after {took:.1f} s"
 
 
-async def reuse(pair: Pair, others: list[Prompt]) -> None:
-    """Lets other prompts into the blocks that have become free: enough of them to meet every one."""
-    for prompt in others:
-        await pair.prefilled(prompt)
-
-
-@scenario("after-its-lease", SHORT, lengths=[320, 1500, 1500, 320])
+@scenario("after-its-lease", SHORT, lengths=[320, 1500, 320])
 async def late(pair: Pair, prompts: list[Prompt]) -> str:
-    """The parameters come when other prompts may be in the blocks."""
+    """The parameters come when other prompts are in the blocks."""
     offers, _ = await expire(pair, prompts[:2])
-    await reuse(pair, prompts[2:3])
+    await pair.overwrite(pair.prefill)
     outcomes = [await pair.right_or_refused(prompt, params) for prompt, params in zip(prompts, offers)]
     await pair.freed(SHORT_LEASE + SCRAPE_MARGIN)
-    await pair.right_at_once(prompts[3])
+    await pair.right_at_once(prompts[2])
     return ", ".join(outcomes)
 
 
 # The last of this setup: another decode server.
-@scenario("default-policy", SHORT, lengths=[320, 1500, 100, 320], limit=300)
+@scenario("default-policy", SHORT, lengths=[320, 1500, 320], limit=300)
 async def default_policy(pair: Pair, prompts: list[Prompt]) -> str:
     """vLLM's default answers a failed load with HTTP 500."""
     await pair.restart_decode(policy=None)
     offers, _ = await expire(pair, prompts[:2])
-    await reuse(pair, prompts[2:3])
+    await pair.overwrite(pair.prefill)
     outcomes = [await pair.right_or_refused(prompt, params) for prompt, params in zip(prompts, offers)]
     await pair.freed(SHORT_LEASE + SCRAPE_MARGIN)
-    await pair.right_at_once(prompts[3])
+    await pair.right_at_once(prompts[2])
     return ", ".join(outcomes)
