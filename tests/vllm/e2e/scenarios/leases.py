@@ -35,9 +35,11 @@ async def never(pair: Pair, prompts: list[Prompt]) -> str:
     return f"free after {took:.1f} s"
 
 
-@scenario("after-its-lease", SHORT, lengths=[320, 1500, 320])
+@scenario("after-its-lease", SHORT, lengths=[320, 1500, 320, 100])
 async def late(pair: Pair, prompts: list[Prompt]) -> str:
     """The parameters come when other prompts are in the blocks."""
+    # A first request, so that both servers know each other.
+    await pair.transferred(prompts[3])
     offers, _ = await expire(pair, prompts[:2])
     await pair.overwrite(pair.prefill)
     outcomes = [await pair.right_or_refused(prompt, params) for prompt, params in zip(prompts, offers)]
@@ -47,10 +49,12 @@ async def late(pair: Pair, prompts: list[Prompt]) -> str:
 
 
 # The last of this setup: another decode server.
-@scenario("default-policy", SHORT, lengths=[320, 1500, 320], limit=300)
+@scenario("default-policy", SHORT, lengths=[320, 1500, 320, 100], limit=300)
 async def default_policy(pair: Pair, prompts: list[Prompt]) -> str:
     """vLLM's default answers a failed load with HTTP 500."""
     await pair.restart_decode(policy=None)
+    # A first request, so that both servers know each other.
+    await pair.transferred(prompts[3])
     offers, _ = await expire(pair, prompts[:2])
     await pair.overwrite(pair.prefill)
     outcomes = [await pair.right_or_refused(prompt, params) for prompt, params in zip(prompts, offers)]
