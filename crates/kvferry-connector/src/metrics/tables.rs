@@ -297,6 +297,11 @@ pub const LOADER: &[Metric<LoaderStats>] = &[
 /// Times of [`LoaderStats`]; labels `engine, rank`.
 pub const LOADER_TIMES: &[MetricTimes<LoaderStats>] = &[
     MetricTimes {
+        name: "kvferry_handshake_microseconds",
+        help: "Time from wanting a producer's rank to the end of its greeting, where it was reached",
+        read: |it| &it.handshake,
+    },
+    MetricTimes {
         name: "kvferry_confirmation_microseconds",
         help: "Time from the last byte of a successful read to the answer to its release",
         read: |it| &it.confirmation,

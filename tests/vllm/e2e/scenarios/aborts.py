@@ -71,11 +71,13 @@ async def burst(pair: Pair, prompts: list[Prompt]) -> str:
     return await aborted(pair, prompts, [0, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8])
 
 
-@scenario("abort-prefill-leg", MAIN, lengths=[1500, 320])
+@scenario("abort-prefill-leg", MAIN, lengths=[5, 320])
 async def abort_prefill(pair: Pair, prompts: list[Prompt]) -> str:
-    """Somebody who leaves during the first leg holds nothing."""
+    """Somebody who leaves during the first leg holds nothing. (Who leaves after its end holds blocks until the lease
+    ends: nobody but he knew of it.)"""
     params = {"do_remote_decode": True, "do_remote_prefill": False}
-    sent = body(pair.reference.tokens(prompts[0]), params=params, max_tokens=TOKENS)
+    # Long enough to be seen while it runs.
+    sent = body(pair.reference.tokens(prompts[0]), params=params, max_tokens=2000)
     request = RawRequest(pair.prefill, sent)
     try:
         await request.send()

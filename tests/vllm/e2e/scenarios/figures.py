@@ -35,6 +35,7 @@ async def figures(pair: Pair, prompts: list[Prompt]) -> str:
     )
     figure(f"{name}: threads while that ran: {shares}")
     for metric, what in (
+        ("kvferry_handshake_microseconds", "handshake with a producer"),
         ("kvferry_confirmation_microseconds", "last byte to confirmed release"),
         ("kvferry_freeing_microseconds", "end of a lease to free blocks"),
         ("vllm:nixl_xfer_time_seconds", "read"),

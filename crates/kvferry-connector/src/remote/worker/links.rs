@@ -5,6 +5,7 @@
 //! over a connection.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::Sender;
@@ -15,6 +16,7 @@ use kvferry_wire::Instance;
 use thiserror::Error;
 
 use super::loader::Event;
+use super::stats::LoaderCounters;
 use crate::contract::LoadFailure;
 use crate::directory::{DirectoryError, fetch};
 use crate::remote::{Source, rank_of};
@@ -121,6 +123,7 @@ pub(crate) struct Links {
     timeout: Duration,
     tables: Vec<Vec<Table>>,
     events: Sender<Event>,
+    counters: Arc<LoaderCounters>,
     states: HashMap<RankOf, State>,
     attempts: usize,
     log: LogLimit,
@@ -133,6 +136,7 @@ impl Links {
         timeout: Duration,
         tables: Vec<Vec<Table>>,
         events: Sender<Event>,
+        counters: Arc<LoaderCounters>,
     ) -> Self {
         Self {
             engine,
@@ -140,6 +144,7 @@ impl Links {
             timeout,
             tables,
             events,
+            counters,
             states: HashMap::new(),
             attempts: 0,
             log: LogLimit::new(LOG_PERIOD),
@@ -180,11 +185,15 @@ impl Links {
             source: source.clone(),
             rank: *rank,
         };
-        let events = self.events.clone();
+        let (events, counters) = (self.events.clone(), Arc::clone(&self.counters));
+        let since = Instant::now();
         let spawned = std::thread::Builder::new()
             .name("kvferry-connect".into())
             .spawn(move || {
                 let result = attempt.run();
+                if result.is_ok() {
+                    counters.connected(since.elapsed());
+                }
                 let rank = (attempt.source, attempt.rank);
                 // The worker may have ended meanwhile.
                 let _ = events.send(Event::Connected { rank, result });

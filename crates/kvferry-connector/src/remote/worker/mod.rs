@@ -330,6 +330,7 @@ impl WorkerConnector for RemoteWorker {
             self.config.connect_timeout,
             tables,
             self.events.clone(),
+            Arc::clone(&self.counters),
         );
         let loader = Loader::new(
             self.config.clone(),

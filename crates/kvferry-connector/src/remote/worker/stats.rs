@@ -27,6 +27,9 @@ pub struct LoaderStats {
     pub loaded: u64,
     /// Loads that were reported as failed.
     pub failed: u64,
+    /// Times from the moment at which a rank of a producer was wanted to the end of its greeting, where it was
+    /// reached: its directory, the connection, the greeting.
+    pub handshake: Distribution,
     /// Times from the last byte of a successful read to the answer to its release.
     pub confirmation: Distribution,
     /// Times from the end of a lease to the report with which the blocks under it are freed.
@@ -45,6 +48,7 @@ pub(super) struct LoaderCounters {
     reading_us: AtomicU64,
     loaded: AtomicU64,
     failed: AtomicU64,
+    handshake: Times,
     confirmation: Times,
     freeing: Times,
 }
@@ -66,6 +70,10 @@ impl LoaderCounters {
     pub(super) fn was_reading(&self, time: Duration) {
         let us = u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         self.reading_us.fetch_add(us, Ordering::Relaxed);
+    }
+
+    pub(super) fn connected(&self, after: Duration) {
+        self.handshake.count(after);
     }
 
     pub(super) fn confirmed(&self, after: Duration) {
@@ -96,6 +104,7 @@ impl LoaderCounters {
             reading_us: of(&self.reading_us),
             loaded: of(&self.loaded),
             failed: of(&self.failed),
+            handshake: self.handshake.snapshot(),
             confirmation: self.confirmation.snapshot(),
             freeing: self.freeing.snapshot(),
         }
