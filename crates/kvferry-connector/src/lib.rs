@@ -8,5 +8,7 @@ pub mod lease;
 mod load_state;
 pub mod metrics;
 pub mod multi;
+mod nearest;
 pub mod remote;
+pub mod settings;
 pub mod storage;

@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use super::{ComposeError, MultiScheduler, MultiWorker};
 use crate::contract::{Params, Role, SchedulerConnector, WorkerConnector};
+use crate::nearest::nearest;
 
 /// Most children.
 const MAX_CHILDREN: usize = 16;
@@ -335,14 +336,6 @@ fn read_child(child: usize, value: &Value) -> Result<ChildConfig, MultiConfigErr
         Some(other) => return Err(wrong(EXTRA, "an object", type_name(other))),
     };
     Ok(ChildConfig { kind, role, extra })
-}
-
-/// The name that is spelled most like `text`.
-fn nearest(text: &str, names: impl Iterator<Item = &'static str>) -> &'static str {
-    let text = text.to_lowercase();
-    names
-        .min_by_key(|name| strsim::damerau_levenshtein(&text, &name.to_lowercase()))
-        .unwrap_or_default()
 }
 
 const fn type_name(value: &Value) -> &'static str {

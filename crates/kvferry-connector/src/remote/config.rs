@@ -66,7 +66,7 @@ impl RemoteConfig {
         }
     }
 
-    pub(super) fn validate(&self) -> Result<(), RemoteError> {
+    pub(crate) fn validate(&self) -> Result<(), RemoteError> {
         let wrong = |field, value: String, expected| {
             Err(RemoteError::Config {
                 field,
