@@ -3,6 +3,7 @@
 
 pub mod contract;
 pub mod directory;
+pub mod discovery;
 pub mod distribution;
 pub mod lease;
 mod load_state;
