@@ -7,8 +7,10 @@ use metrics::{Label, counter, gauge};
 
 use crate::distribution::{BOUNDS_US, Distribution};
 
+mod storage_tables;
 mod tables;
 
+pub use storage_tables::{STORAGE, STORAGE_WORKER};
 pub use tables::{ENGINE, LEASES, LOADER, LOADER_TIMES, REMOTE};
 
 /// What a metric is.

@@ -246,7 +246,9 @@ proptest! {
                 .filter(|&along| tensor.shape[along].is_multiple_of(u64::from(num_blocks)))
                 .filter(|&along| by_hand(&tensor, along, num_blocks) == bytes);
             prop_assert!(candidates.count() > 0);
-            prop_assert!(found.regions[0].address >= tensor.storage + tensor.offset);
+            let region = found.regions[0];
+            prop_assert!(region.address >= tensor.storage + tensor.offset);
+            prop_assert!(region.address + region.bytes <= tensor.storage + tensor.storage_bytes);
         }
     }
 }

@@ -180,6 +180,61 @@ fn what_counts_is_the_order_in_memory_and_other_orders_are_told_apart() {
     );
 }
 
+/// Shape, strides and second layer of every layout that vLLM 0.32 has, as its `create_kv_cache_views` makes them
+/// for two layers of 10 blocks: 4 heads, 32 tokens, keys and values of 8 floats.
+#[test]
+fn vllms_layouts_are_found_as_it_makes_them() {
+    const ONE_PIECE: usize = 2;
+    for (layout, blocks, strides, second, tables) in [
+        ("LBHNC", 10, [2_048, 512, 16, 1], 81_920, ONE_PIECE),
+        (
+            "LBHNC, kernel blocks",
+            20,
+            [1_024, 256, 16, 1],
+            81_920,
+            ONE_PIECE,
+        ),
+        ("LBNHC", 10, [2_048, 16, 64, 1], 81_920, ONE_PIECE),
+        (
+            "LBNHC, kernel blocks",
+            20,
+            [1_024, 16, 64, 1],
+            81_920,
+            ONE_PIECE,
+        ),
+        ("LHBNC", 10, [512, 5_120, 16, 1], 81_920, 4 * ONE_PIECE),
+        ("BLHNC", 10, [4_096, 512, 16, 1], 8_192, ONE_PIECE),
+        ("BLNHC", 10, [4_096, 16, 64, 1], 8_192, ONE_PIECE),
+        // Another layer's heads are between those of a block.
+        ("BHLNC", 10, [4_096, 1_024, 16, 1], 2_048, 0),
+    ] {
+        let tokens = 320 / blocks;
+        let tensors = [("layers.0.attn", 0), ("layers.1.attn", second)].map(|(layer, offset)| {
+            let mut tensor = Tensor::new(layer, &[blocks, 4, tokens, 16], &[0, 1, 2, 3]);
+            tensor.strides = strides.to_vec();
+            tensor.within(offset, 163_840)
+        });
+        let found = find(&tensors, &[(&["layers.0.attn", "layers.1.attn"], 32)], 10);
+        if tables == 0 {
+            let text = found.unwrap_err().to_string();
+            assert!(text.contains("has gaps"), "{layout}: {text}");
+            continue;
+        }
+        let found = found.unwrap();
+        assert_eq!(found.tables.len(), tables, "{layout}");
+        let bytes: u64 = found
+            .tables
+            .iter()
+            .map(|it| it.block_bytes * u64::from(it.blocks))
+            .sum();
+        assert_eq!(
+            (bytes, found.regions[0].bytes),
+            (163_840, 163_840),
+            "{layout}"
+        );
+    }
+}
+
 #[test]
 fn padding_and_other_layers_between_blocks_are_left_alone() {
     // Blocks of all layers side by side (BLHNC), with something behind.
@@ -264,9 +319,13 @@ fn what_is_no_list_of_blocks_is_refused_by_name_with_its_shape() {
         alone(tensor, 10).unwrap_err().to_string()
     };
     for (change, reason) in [
-        // Tokens between the blocks.
+        // Every other head of a block lies between other blocks.
         (
-            (|it| it.strides = vec![8, 1_280, 40, 1]) as fn(&mut Tensor),
+            (|it| it.strides = vec![256, 384, 8, 1]) as fn(&mut Tensor),
+            "strided across blocks",
+        ),
+        (
+            |it| it.strides = vec![8, 1_280, 40, 1],
             "strided across blocks",
         ),
         (|it| it.strides[0] = 511, "blocks overlap"),
@@ -446,6 +505,10 @@ fn storages_that_overlap_are_one_region_and_others_are_their_own() {
 }
 
 fn stage(layers: std::ops::Range<u32>) -> Discovered {
+    stage_in_order(layers, false)
+}
+
+fn stage_in_order(layers: std::ops::Range<u32>, indexer_first: bool) -> Discovered {
     let mut tensors = Vec::new();
     for layer in layers {
         for (place, name) in ["self_attn.attn", "self_attn.indexer.k_cache"]
@@ -465,7 +528,12 @@ fn stage(layers: std::ops::Range<u32>) -> Discovered {
         .iter()
         .map(|it| it.layer.as_str())
         .partition(|name| name.ends_with("attn"));
-    find(&tensors, &[(&main, 16), (&indexer, 16)], 5).unwrap()
+    let groups: [(&[&str], u32); 2] = if indexer_first {
+        [(&indexer, 16), (&main, 16)]
+    } else {
+        [(&main, 16), (&indexer, 16)]
+    };
+    find(&tensors, &groups, 5).unwrap()
 }
 
 #[test]
@@ -489,6 +557,14 @@ fn a_layer_has_the_same_number_in_every_stage() {
     stages.extend(stage(3..8).tables.iter().map(key));
     stages.sort();
     assert_eq!(stages, whole);
+    // Nor do the groups matter.
+    let by_name = |found: &Discovered| -> BTreeMap<(String, u32), u32> {
+        let tables = found.tables.iter();
+        tables
+            .map(|it| ((it.name.clone(), it.plane), it.layer))
+            .collect()
+    };
+    assert_eq!(by_name(&stage(0..8)), by_name(&stage_in_order(0..8, true)));
     let mut numbers: Vec<_> = whole.iter().map(|it| it.1).collect();
     numbers.sort_unstable();
     numbers.dedup();

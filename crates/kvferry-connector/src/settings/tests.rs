@@ -323,6 +323,7 @@ fn any_json() -> impl Strategy<Value = Value> {
         any::<bool>().prop_map(Value::from),
         any::<i64>().prop_map(Value::from),
         any::<u64>().prop_map(Value::from),
+        (0..1_000_000_u64).prop_map(Value::from),
         any::<f64>().prop_map(Value::from),
         ".{0,12}".prop_map(Value::from),
         "-?[0-9.e]{1,8}".prop_map(Value::from),
@@ -390,9 +391,11 @@ fn some_key() -> impl Strategy<Value = (&'static Key<Draft>, Value, String)> {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1_000))]
+
     #[test]
     fn whatever_is_configured_is_taken_by_the_parts_or_refused(
-        extra in prop::collection::hash_map(any_key(), any_json(), 0..4),
+        extra in prop::collection::hash_map(any_key(), any_json(), 0..3),
         name in any_key(),
         text in "\\PC{0,12}",
     ) {
