@@ -93,8 +93,6 @@ pub struct Settings {
     pub confirm_timeout: Duration,
     /// How long leases are waited for at the end.
     pub shutdown_timeout: Duration,
-    /// Whether blocks that were read are compared with a checksum of the producer's.
-    pub verify: bool,
     /// Where blocks are saved and loaded as well.
     pub shared_storage: Option<StorageSettings>,
     /// Which UCX is loaded; `None` leaves it to the plugin.
@@ -122,7 +120,6 @@ impl Default for Settings {
             connect_timeout: Duration::from_secs(5),
             confirm_timeout: borrow.confirm_timeout,
             shutdown_timeout: Duration::from_secs(10),
-            verify: false,
             shared_storage: None,
             ucx: None,
         }

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 
 use kvferry_connector::distribution::BOUNDS_US;
 use kvferry_connector::metrics::{
-    ENGINE, Figures, Kind, LEASES, LOADER, LOADER_TIMES, Metric, Name, REMOTE,
+    ENGINE, Figures, Kind, LEASES, LOADER, LOADER_TIMES, Metric, Name, REMOTE, STORAGE,
+    STORAGE_WORKER,
 };
 use pyo3::prelude::*;
 
@@ -45,6 +46,8 @@ pub(crate) fn metrics(connector: &str) -> (Vec<Described>, Vec<u64>) {
             all.push((times.name, "histogram", "microseconds", None, times.help));
         }
     }
+    add(&mut all, STORAGE);
+    add(&mut all, STORAGE_WORKER);
     (all, BOUNDS_US.to_vec())
 }
 

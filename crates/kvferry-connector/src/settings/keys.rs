@@ -205,12 +205,6 @@ pub(super) const KVFERRY: &[Key<Draft>] = &[
         kind: Kind::Seconds(0.0..=HOUR, |it, time| it.settings.shutdown_timeout = time),
         help: "How long held blocks are kept for their consumers when the engine ends",
     },
-    Key {
-        name: "verify",
-        default: "false",
-        kind: Kind::Switch(|it, on| it.settings.verify = on),
-        help: "Compare blocks that were read with a checksum of the producer's",
-    },
     STORAGE_PATH,
     STORAGE_MAX_BYTES,
     Key {

@@ -70,14 +70,11 @@ fn every_key_goes_where_it_belongs() {
         "advertise_host": "node-1", "lane": "served", "require_rdma": true, "devices": "mlx5_0:1",
         "transports": "rc,tcp", "workers": 3, "recompute_threshold_tokens": 100, "max_concurrent_loads": 5,
         "read_timeout": 4, "connect_timeout": 3, "confirm_timeout": 0.25, "shutdown_timeout": 0,
-        "verify": true, "shared_storage_path": "/kv", "shared_storage_max_bytes": 1000, "ucx": "libucx",
+        "shared_storage_path": "/kv", "shared_storage_max_bytes": 1000, "ucx": "libucx",
     }))
     .unwrap();
     assert_eq!(settings.shutdown_timeout, Duration::ZERO);
-    assert_eq!(
-        (settings.verify, &settings.ucx),
-        (true, &Some(UcxChoice::Libucx))
-    );
+    assert_eq!(settings.ucx, Some(UcxChoice::Libucx));
     assert_eq!(
         settings.storage(),
         Some(StorageSettings {
@@ -137,14 +134,11 @@ fn every_key_goes_where_it_belongs() {
 #[test]
 fn numbers_and_switches_may_be_texts_and_the_environment_overrides() {
     let config = json!({"lease_duration": "30", "workers": " 4 ", "require_rdma": "True",
-        "side_channel_port": "7000", "max_concurrent_loads": 8.0, "read_timeout": "1e1", "verify": "0"});
+        "side_channel_port": "7000", "max_concurrent_loads": 8.0, "read_timeout": "1e1"});
     let settings = read(&config).unwrap();
     assert_eq!(settings.lease_duration, Duration::from_secs(30));
     assert_eq!((settings.workers, settings.require_rdma), (4, true));
-    assert_eq!(
-        (settings.side_channel_port, settings.verify),
-        (7_000, false)
-    );
+    assert_eq!(settings.side_channel_port, 7_000);
     assert_eq!(
         (
             settings.max_concurrent_loads,

@@ -27,6 +27,7 @@ use crate::contract::{
     StepView,
 };
 use crate::load_state::LoadState;
+use crate::metrics::{Figures, STORAGE};
 
 /// A load at most saves this many tokens where it is not worth the while.
 const TOO_FEW: u32 = 1;
@@ -368,6 +369,10 @@ impl SchedulerConnector for StorageScheduler {
         self.plan.finished.push(id.clone());
         self.held.insert(id.clone());
         Finished::Hold { params: None }
+    }
+
+    fn figures(&self, figures: &mut Figures) {
+        figures.add(STORAGE, &self.stats());
     }
 
     fn on_report(&mut self, report: &Aggregated) {

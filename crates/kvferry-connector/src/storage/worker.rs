@@ -26,6 +26,7 @@ use crate::contract::{
     CacheLayout, FailedBlock, LoadFailure, Received, RegisterCacheError, ReportPart, StepPlan,
     WorkerConnector, WorkerReport,
 };
+use crate::metrics::{Figures, STORAGE_WORKER};
 
 /// Why a rank's half of a shared storage could not be opened.
 #[derive(Debug, Error)]
@@ -448,6 +449,10 @@ impl WorkerConnector for StorageWorker {
             }));
         }
         report
+    }
+
+    fn figures(&mut self, figures: &mut Figures) {
+        figures.add(STORAGE_WORKER, &self.stats());
     }
 
     fn shutdown(&mut self, within: Duration) {
