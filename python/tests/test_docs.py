@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from pathlib import Path
@@ -141,8 +142,35 @@ def test_grafana_can_import_the_dashboard() -> None:
             assert used <= variables.keys() | {"__rate_interval"}
 
 
-def test_links_of_the_page_lead_somewhere() -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", PAGE)
+def test_the_page_of_the_suite_has_every_scenario(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiohttp", reason="the suite needs aiohttp")
+    monkeypatch.syspath_prepend(str(ROOT / "tests/vllm"))
+    from e2e import scenarios
+    from e2e.suite import SCENARIOS
+
+    scenarios.load()
+    page = (ROOT / "docs/vllm-e2e.md").read_text()
+    section = page.split("\n## Scenarios\n")[1].split("\n## ")[0]
+    listed = {
+        (setup, pattern)
+        for row in rows(section)[2:]
+        for pattern in re.findall(r"`([^`]+)`", row[0])
+        for setup in row[1].split(", ")
+    }
+    there = {(it.setup.name, it.name) for it in SCENARIOS}
+
+    def matches(name: tuple[str, str], row: tuple[str, str]) -> bool:
+        return name[0] == row[0] and fnmatch.fnmatch(name[1], row[1])
+
+    assert [name for name in there if not any(matches(name, row) for row in listed)] == []
+    assert [row for row in listed if not any(matches(name, row) for name in there)] == []
+    setups = {row[0].strip("`") for row in rows(page.split("\n## Scenarios\n")[0])}
+    assert {it.setup.name for it in SCENARIOS} <= setups
+
+
+@pytest.mark.parametrize("page", ["vllm.md", "vllm-e2e.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / page).read_text())
     assert links
     for link in links:
         assert link.startswith("https://") or (ROOT / "docs" / link).exists(), link
