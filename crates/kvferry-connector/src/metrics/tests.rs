@@ -240,7 +240,7 @@ fn times_are_published_as_cumulative_buckets() {
             "{figure}"
         );
     }
-    assert_eq!(seen.len(), 2 * 19);
+    assert_eq!(seen.len(), LOADER_TIMES.len() * 19);
 }
 
 /// The page's tables, name by name with the label.

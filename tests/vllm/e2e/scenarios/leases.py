@@ -48,7 +48,7 @@ async def late(pair: Pair, prompts: list[Prompt]) -> str:
     return ", ".join(outcomes)
 
 
-# The last of this setup: another decode server.
+# The last here of this setup: from now on there is another decode server.
 @scenario("default-policy", SHORT, lengths=[320, 1500, 320, 100], limit=300)
 async def default_policy(pair: Pair, prompts: list[Prompt]) -> str:
     """vLLM's default answers a failed load with HTTP 500."""
