@@ -22,6 +22,7 @@ class Wanted:
     lease: float
     policy: str | None  # kv_load_failure_policy; None: vLLM's default
     storage: str | None = None
+    role: str = "kv_both"
     extra: tuple[tuple[str, Any], ...] = ()
 
 
@@ -60,7 +61,7 @@ class Kvferry(Connector):
         return {
             "kv_connector": "KvferryConnector",
             "kv_connector_module_path": "kvferry.vllm",
-            "kv_role": "kv_both",
+            "kv_role": wanted.role,
             "kv_connector_extra_config": {
                 "lease_duration": wanted.lease,
                 "side_channel_host": HOST,

@@ -35,6 +35,11 @@ class Setup:
     policy: str | None = "recompute"
     lease: float = LEASE
     storage: bool = False
+    # kv_producer and kv_consumer in place of kv_both.
+    roles: bool = False
+    # More settings of the connector, and a module without which there is no such setup.
+    extra: tuple[tuple[str, Any], ...] = ()
+    needs: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
     arguments: tuple[str, ...] = ()
     # Neither is started: the scenario does that itself.
@@ -65,6 +70,8 @@ class Pair:
             lease=self.setup.lease,
             policy=policy,
             storage=self.storage if self.setup.storage else None,
+            role={"prefill": "kv_producer", "decode": "kv_consumer"}[side] if self.setup.roles else "kv_both",
+            extra=self.setup.extra,
         )
         config = self.connector.transfer_config(wanted)
         arguments = [*SERVER_ARGUMENTS, *self.setup.arguments, "--kv-transfer-config", json.dumps(config)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import importlib.util
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterable
@@ -136,6 +137,8 @@ class Suite:
         runnable = []
         for each in scenarios:
             why = each.only_kvferry if connector.name != "kvferry" else None
+            if setup.needs and not importlib.util.find_spec(setup.needs):
+                why = f"there is no module {setup.needs}"
             if why := why or connector.missing():
                 RESULTS.skip(each.full_name, why)
             else:

@@ -9,7 +9,7 @@ from ..pair import Pair
 from ..reference import Prompt
 from ..settings import SCRAPE_MARGIN
 from ..suite import scenario
-from .setups import MAIN, MULTI, SLIDING, TCP, TP2
+from .setups import LIBUCX, MAIN, MULTI, SLIDING, TCP, TP2
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 100, 320, 1500, 1504)
 EXTERNAL_TOKENS = "vllm:external_prefix_cache_hits_total"
@@ -24,7 +24,7 @@ for tokens in LENGTHS:
     scenario(f"length-{tokens}", MAIN, lengths=[tokens])(length)
 
 
-@scenario("lengths", TCP, MULTI, SLIDING, TP2, lengths=LENGTHS, limit=300)
+@scenario("lengths", TCP, LIBUCX, MULTI, SLIDING, TP2, lengths=LENGTHS, limit=300)
 async def lengths(pair: Pair, prompts: list[Prompt]) -> str | None:
     await come_as_transfers(pair, prompts)
 
@@ -76,7 +76,7 @@ async def twice_321(pair: Pair, prompts: list[Prompt]) -> str:
     return await twice(pair, prompts[0], (321, 1))
 
 
-@scenario("other-blocks", MAIN, TCP, SLIDING, lengths=[320, 320])
+@scenario("other-blocks", MAIN, TCP, LIBUCX, SLIDING, lengths=[320, 320])
 async def other_blocks(pair: Pair, prompts: list[Prompt]) -> str:
     """A control: with another request's block ids, and only those, the answer is another one, or there is none.
     If it were right, no bytes would have moved and the other scenarios would prove nothing."""

@@ -7,7 +7,13 @@ from ..settings import SHORT_LEASE
 
 MAIN = Setup("main", "failed loads are computed again, UCX chooses its transports")
 SHORT = Setup("short", f"a lease of {SHORT_LEASE:.0f} s", lease=SHORT_LEASE)
-TCP = Setup("tcp", "UCX_TLS=tcp", environment=(("UCX_TLS", "tcp"),))
+TCP = Setup("tcp", "UCX_TLS=tcp, a producer and a consumer", environment=(("UCX_TLS", "tcp"),), roles=True)
+LIBUCX = Setup(
+    "libucx",
+    "the UCX of the Python package, blocks served over it",
+    extra=(("ucx", "libucx"), ("lane", "served")),
+    needs="libucx",
+)
 MULTI = Setup("multi", "both connectors under vLLM's MultiConnector", storage=True)
 SLIDING = Setup("sliding", "a model with sliding-window and full layers", model="sliding")
 TP2 = Setup("tp2", "two ranks on each side", arguments=("--tensor-parallel-size", "2"))
