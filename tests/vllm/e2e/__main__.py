@@ -13,7 +13,7 @@ import time
 from . import model, scenarios
 from .connectors import CONNECTORS
 from .settings import HOME, LOGS
-from .suite import RESULTS, SCENARIOS, Scenario, Suite, chosen
+from .suite import RESULTS, Scenario, Suite, chosen
 
 
 def make_models(kinds: list[str]) -> None:

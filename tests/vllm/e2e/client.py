@@ -164,7 +164,7 @@ class RawRequest:
         """Those that had come, of a streamed answer."""
         answer = Answer()
         for line in self.received.split(b"\n"):
-            if line.startswith(b'data: {') and line.rstrip().endswith(b"}"):
+            if line.startswith(b"data: {") and line.rstrip().endswith(b"}"):
                 for choice in json.loads(line[6:]).get("choices", []):
                     answer.add(choice)
         return answer.tokens

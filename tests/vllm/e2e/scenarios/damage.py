@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from ..pair import Pair
 from ..reference import Prompt
+from ..servers import free_port
 from ..settings import COMPUTE_MARGIN, LOST_PEER_LIMIT
 from ..suite import scenario
-from ..servers import free_port
 from .setups import MAIN
 
 Params = dict

@@ -56,8 +56,10 @@ async def measured(pair: Pair, prompts: list[Prompt]) -> str:
                 unit = "us" if metric.endswith("microseconds") else "s"
                 bound = new.quantile(metric, 0.5, old)
                 figure(f"{name}: {what} ({side}): mean {mean:.6g} {unit}, half of them within {bound:g} {unit}")
-    reading = after[1].total("kvferry_reading_microseconds_total") - before[1].total("kvferry_reading_microseconds_total")
-    moved = after[1].total("kvferry_read_bytes_total") - before[1].total("kvferry_read_bytes_total")
+    reading, moved = (
+        after[1].total(metric) - before[1].total(metric)
+        for metric in ("kvferry_reading_microseconds_total", "kvferry_read_bytes_total")
+    )
     if reading:
         figure(f"{name}: {moved / 1e6:.1f} MB read in {reading / 1e3:.1f} ms: {moved / reading / 1e3:.2f} GB/s")
     lanes = {
