@@ -25,7 +25,8 @@ def start(parent: str = "kvferry") -> None:
     global _thread
     level = max(_TRACE, logging.getLogger(parent).getEffectiveLevel())
     with _lock:
-        if not _native.start_log(level) or _thread is not None:
+        # A child that was forked has the variable and not the thread.
+        if not _native.start_log(level) or (_thread is not None and _thread.is_alive()):
             return
         _thread = threading.Thread(target=_run, args=(parent,), name="kvferry-log", daemon=True)
         _thread.start()

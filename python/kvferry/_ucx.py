@@ -11,10 +11,13 @@ LIBRARY = "libucp.so.0"
 
 
 def library(choice: str | None) -> str | None:
-    """The file of a choice: nothing or `system` for what the dynamic loader finds, `libucx` for the package of that
-    name, or a path to the file or its directory."""
-    if choice is None or choice == "system":
+    """The file of a choice: nothing for what `KVFERRY_UCX_LIBRARY` says, `system` for what the dynamic loader finds,
+    `libucx` for the package of that name, or a path to the file or its directory."""
+    if choice is None:
         return None
+    if choice == "system":
+        # By name: for the dynamic loader, whatever a variable says.
+        return LIBRARY
     if choice != "libucx":
         return choice
     spec = importlib.util.find_spec("libucx")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from types import SimpleNamespace
 from typing import Any
@@ -320,10 +321,26 @@ def test_c112_eight_engines_of_a_host_have_ports_of_their_own_and_a_clash_names_
     sides = [SchedulerSide(setup(engine=f"engine-{n}")) for n in range(8)]
     assert len({side.half.address for side in sides}) == 8
     taken = (sides[0].half.address or "").rpartition(":")[2]
+    # Each data-parallel rank adds its number to a fixed port.
+    config = vllm_config("rank-1", side_channel_port=int(taken) - 1)
+    config.parallel_config.data_parallel_index = 1
+    with pytest.raises(EngineError, match=f"127.0.0.1:{taken}"):
+        SchedulerSide(_setup.of("KvferryConnector", config, cache_config(GROUP, 8)))
     with pytest.raises(EngineError, match=f"127.0.0.1:{taken}"):
         SchedulerSide(setup(engine="another", side_channel_port=int(taken)))
     for side in sides:
         side.shutdown()
+    # A half that was shut down listens no more, although somebody still has it.
+    again = SchedulerSide(setup(engine="again", side_channel_port=int(taken)))
+    again.shutdown()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_an_address_that_nobody_can_connect_to_is_not_told(host: str) -> None:
+    with pytest.raises(EngineError, match="advertise_host"):
+        SchedulerSide(setup(side_channel_host=host))
+    side = SchedulerSide(setup(side_channel_host=host, advertise_host="node-1"))
+    side.shutdown()
 
 
 # --- Under vLLM's MultiConnector ---
@@ -335,22 +352,73 @@ def test_pairs_and_orders_that_multi_connector_cannot_serve_are_refused() -> Non
 
     remote, storage = Connector(), Connector()
     _siblings.join(remote, "KvferryConnector", "e", "scheduler")
-    _siblings.join(storage, "KvferryStorageConnector", "e", "scheduler")
+    _siblings.join(storage, "KvferryStorageConnector", "e", "scheduler", has_directory=True)
     with pytest.raises(ConfigurationError, match="two KvferryConnectors"):
         _siblings.join(Connector(), "KvferryConnector", "e", "scheduler")
     with pytest.raises(ConfigurationError, match="two KvferryStorageConnectors"):
-        _siblings.join(Connector(), "KvferryStorageConnector", "e", "scheduler")
+        _siblings.join(Connector(), "KvferryStorageConnector", "e", "scheduler", has_directory=True)
     # Other engines and other halves are nobody's siblings.
     other = Connector()
-    _siblings.join(other, "KvferryStorageConnector", "e", "worker 0")
+    _siblings.join(other, "KvferryStorageConnector", "e", "worker 0", has_directory=True)
     with pytest.raises(ConfigurationError, match="must be listed before"):
         _siblings.join(Connector(), "KvferryConnector", "e", "worker 0")
+    with pytest.raises(ConfigurationError, match="each block would be kept twice"):
+        _siblings.join(Connector(), "KvferryConnector", "e", "worker 0", has_directory=True)
     # What was shut down, or is gone, is not there any more.
     _siblings.leave(other, "e", "worker 0")
     third = Connector()
-    _siblings.join(third, "KvferryConnector", "e", "worker 0")
+    _siblings.join(third, "KvferryConnector", "e", "worker 0", has_directory=True)
+    with pytest.raises(ConfigurationError, match="each block would be kept twice"):
+        _siblings.join(other, "KvferryStorageConnector", "e", "worker 0", has_directory=True)
     del remote, storage
     _siblings.join(third, "KvferryConnector", "e", "scheduler")
+
+
+def test_a_rank_with_other_settings_is_refused() -> None:
+    side = SchedulerSide(setup())
+    with pytest.raises(ConfigurationError, match="rank 1 of stage 0 has other settings.*VLLM_RAY_EXTRA"):
+        side.publish({(0, 1): Handshake(b"", "another digest")})
+    side.shutdown()
+
+
+def test_settings_of_the_environment_are_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = setup().digest
+    assert setup().digest == before != setup(lease_duration=5).digest
+    monkeypatch.setenv("KVFERRY_LEASE_DURATION", "5")
+    assert setup().digest != before
+
+
+def test_recurrent_state_is_refused_and_a_group_is_named_by_its_members() -> None:
+    MambaSpec = type("MambaSpec", (), {"block_size": 32})
+    config = cache_config(GROUP, 8)
+    config.kv_cache_groups[0].kv_cache_spec = MambaSpec()
+    with pytest.raises(ConfigurationError, match="recurrent state .MambaSpec"):
+        _setup.of("KvferryConnector", vllm_config("engine"), config)
+    MLAAttentionSpec = type("MLAAttentionSpec", (), {"block_size": 32})
+    texts = set()
+    for spec in (MLAAttentionSpec(), SimpleNamespace(block_size=32, kv_cache_specs={"a": MLAAttentionSpec()})):
+        config.kv_cache_groups[0].kv_cache_spec = spec
+        texts.add(_setup.of("KvferryConnector", vllm_config("engine"), config).text)
+    assert len(texts) == 1 and "MLAAttentionSpec" in texts.pop()
+
+
+def test_storage_of_other_shapes_of_ranks_is_another_one() -> None:
+    layouts = {
+        json.loads(_setup.of("KvferryConnector", vllm_config("e", tp=tp, pp=pp), cache_config(GROUP, 8)).text)["layout"]
+        for tp, pp in ((2, 1), (1, 2), (1, 1))
+    }
+    assert len(layouts) == 3
+
+
+def test_groups_that_are_no_use_by_their_tokens_are_not_stored() -> None:
+    config = cache_config([*GROUP, {"layer_names": ["model.layers.1.x"], "block_size": 32}], 8)
+    config.prefix_cacheable_group_ids = (0,)
+    store = vllm_config("e")
+    store.kv_transfer_config.kv_connector_extra_config = {"shared_storage_path": "/x"}
+    made = _setup.of("KvferryStorageConnector", store, config)
+    assert made.groups == (0,) and made.select(([1], [2])) == ([1],)
+    with pytest.raises(ConfigurationError, match="shared_storage_path.*leave it out"):
+        _setup.of("KvferryConnector", vllm_config("e", shared_storage_path="/x"), config)
 
 
 def test_a_foreign_handshake_is_refused() -> None:
@@ -368,7 +436,7 @@ def test_messages_are_small_and_survive_pickling() -> None:
     assert plan.plan == b"plan"
     both = Reports(((0, b"a"),)).aggregate(Reports(((1, b"b"),)))
     assert pickle.loads(pickle.dumps(both)).reports == ((0, b"a"), (1, b"b"))
-    assert pickle.loads(pickle.dumps(Handshake(b"h"))).description == b"h"
+    assert pickle.loads(pickle.dumps(Handshake(b"h", "d"))).description == b"h"
     side = SchedulerSide(setup())
     assert len(side.build_step(step())) < 64
     side.shutdown()

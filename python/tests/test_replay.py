@@ -40,7 +40,7 @@ class Player:
         self.scheduler = SchedulerSide(setup)
         description = self.worker.describe()
         assert description is not None
-        self.scheduler.publish({(0, 0): Handshake(description)})
+        self.scheduler.publish({(0, 0): Handshake(description, setup.digest)})
         # Offers of this life, in the order in which they were made.
         self.offers: list[dict[str, Any]] = []
         # What has ended and the recording has not come to yet.

@@ -9,6 +9,7 @@ import pytest
 prometheus = pytest.importorskip("prometheus_client")
 
 from kvferry import _native  # noqa: E402
+from kvferry.vllm import _stats  # noqa: E402
 from kvferry.vllm._stats import Collector, KvferryPromMetrics, KvferryStats  # noqa: E402
 
 
@@ -109,3 +110,21 @@ def test_the_metrics_are_those_of_the_page() -> None:
     assert len(names) == len(set(names))
     assert {row[1] for row in described} == {"counter", "gauge", "histogram"}
     assert bounds == sorted(bounds)
+
+
+def test_every_name_that_is_summed_up_for_the_log_exists() -> None:
+    """And a histogram without buckets of its own, Ray's, is told each value's bound."""
+    names = {row[0] for row in _native.metrics("KvferryConnector")[0]}
+    for name in (
+        "kvferry_loads_total",
+        "kvferry_loads_failed_total",
+        "kvferry_read_bytes_total",
+        "kvferry_exports_total",
+        "kvferry_lease_parts_total",
+        "kvferry_storage_saved_bytes_total",
+    ):
+        assert name in names
+    seen: list[int] = []
+    _stats._add(SimpleNamespace(observe=seen.append), [2, 0, 1] + [0] * 13 + [1], 500)
+    bounds = _native.metrics("KvferryConnector")[1]
+    assert seen == [bounds[0], bounds[0], bounds[2], bounds[-1] * 2]

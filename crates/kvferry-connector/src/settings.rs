@@ -119,7 +119,7 @@ impl Default for Settings {
             read_timeout: Duration::from_secs(10),
             connect_timeout: Duration::from_secs(5),
             confirm_timeout: borrow.confirm_timeout,
-            shutdown_timeout: Duration::from_secs(10),
+            shutdown_timeout: Duration::from_secs(3),
             shared_storage: None,
             ucx: None,
         }

@@ -51,7 +51,7 @@ pub(crate) fn metrics(connector: &str) -> (Vec<Described>, Vec<u64>) {
     (all, BOUNDS_US.to_vec())
 }
 
-/// What has changed since the last time: growth of counters and distributions, gauges as they are.
+/// What has changed since the last time: growth of counters and distributions, and all gauges if anything has.
 #[derive(Debug, Default)]
 pub(crate) struct Changes {
     last: HashMap<Name, u64>,
@@ -73,14 +73,23 @@ impl Changes {
         for (name, kind, value) in figures.values {
             sums.entry(name).or_insert((kind, 0)).1 += value;
         }
+        let mut is_news = false;
         for (name, (kind, value)) in sums {
             let last = self.last.insert(name, value).unwrap_or(0);
-            if value != last {
-                match kind {
-                    Kind::Counter => counters.insert(key(name), value.saturating_sub(last)),
-                    Kind::Gauge => gauges.insert(key(name), value),
-                };
+            is_news |= value != last;
+            match kind {
+                Kind::Counter if value > last => {
+                    counters.insert(key(name), value - last);
+                }
+                Kind::Counter => {}
+                Kind::Gauge => {
+                    gauges.insert(key(name), value);
+                }
             }
+        }
+        // All of them or none: who gets this need not have got the one before.
+        if !is_news {
+            gauges.clear();
         }
         let mut times = HashMap::new();
         for (name, distribution) in figures.times {

@@ -52,6 +52,7 @@ impl Known {
 
 struct Inner {
     half: Box<dyn SchedulerConnector>,
+    directory: Option<Arc<DirectoryServer>>,
     ranks: Aggregator,
     requests: HashMap<String, Known>,
     step: u64,
@@ -63,7 +64,6 @@ struct Inner {
 pub(crate) struct SchedulerHalf {
     /// `None` after `shutdown`.
     inner: Mutex<Option<Inner>>,
-    directory: Option<Arc<DirectoryServer>>,
     #[pyo3(get)]
     address: Option<String>,
     #[pyo3(get)]
@@ -104,7 +104,6 @@ impl SchedulerHalf {
         let made = py.detach(|| setup.scheduler())?;
         let capabilities = made.half.capabilities();
         Ok(Self {
-            directory: made.directory,
             address: made.address.map(|address| address.to_string()),
             reads_tokens: made.reads_tokens,
             best_effort: capabilities.best_effort,
@@ -112,6 +111,7 @@ impl SchedulerHalf {
             loaded_groups: capabilities.loaded_groups,
             inner: Mutex::new(Some(Inner {
                 half: made.half,
+                directory: made.directory,
                 ranks: Aggregator::new(setup.ranks),
                 requests: HashMap::new(),
                 step: 0,
@@ -122,11 +122,12 @@ impl SchedulerHalf {
 
     /// Makes a rank known to consumers.
     fn publish(&self, rank: u16, description: Vec<u8>) -> PyResult<()> {
-        let Some(directory) = &self.directory else {
-            return Ok(());
-        };
-        let published = directory.publish(Rank { pp: 0, tp: rank }, description);
-        published.map_err(configuration)
+        self.with(|inner| match &inner.directory {
+            Some(directory) => directory
+                .publish(Rank { pp: 0, tp: rank }, description)
+                .map_err(configuration),
+            None => Ok(()),
+        })?
     }
 
     /// A request has come in; `tokens` may be shorter than `prompt` where they are not known. `params` are JSON. Returns

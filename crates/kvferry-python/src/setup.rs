@@ -43,6 +43,8 @@ pub(crate) struct Setup {
     pub(crate) compatibility: BTreeMap<String, String>,
     /// The user's `kv_connector_extra_config`.
     pub(crate) extra: Params,
+    /// This engine's number among those that share a configuration: added to a fixed port.
+    pub(crate) port_offset: u16,
     /// Where UCX is, if it was chosen.
     pub(crate) ucx_library: Option<PathBuf>,
 }
@@ -69,7 +71,17 @@ impl Setup {
     }
 
     pub(crate) fn settings(&self) -> PyResult<Settings> {
-        Settings::from_json(&self.extra, variable).map_err(configuration)
+        let mut settings = Settings::from_json(&self.extra, variable).map_err(configuration)?;
+        if settings.side_channel_port != 0 {
+            let port = settings.side_channel_port.checked_add(self.port_offset);
+            settings.side_channel_port = port.ok_or_else(|| {
+                let (port, offset) = (settings.side_channel_port, self.port_offset);
+                configuration(format!(
+                    "side_channel_port {port} leaves no room for data-parallel rank {offset}; choose a lower one, or 0"
+                ))
+            })?;
+        }
+        Ok(settings)
     }
 
     pub(crate) fn storage_only(&self) -> PyResult<StorageOnly> {

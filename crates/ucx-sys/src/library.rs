@@ -74,13 +74,16 @@ static LOADED: OnceLock<Loaded> = OnceLock::new();
 static LOADING: Mutex<()> = Mutex::new(());
 
 /// Loads UCX, unless it is loaded: `libucp.so.0` as the dynamic loader finds it, or the one at `path`, a file or a
-/// directory that has it.
+/// directory that has it. A path without a slash is as none.
 ///
 /// # Errors
 /// [`LoadError`]; a later call tries again.
 pub fn load(path: Option<&Path>) -> Result<&'static Features, LoadError> {
     let _one_at_a_time = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
-    let wanted = path.map(file_in);
+    // A bare name is for the loader to find, like no path at all.
+    let wanted = path
+        .map(file_in)
+        .filter(|file| file.components().count() > 1);
     if let Some(loaded) = LOADED.get() {
         refuse_other(loaded.features.library.as_deref(), wanted.as_deref())?;
         return Ok(&loaded.features);

@@ -33,6 +33,8 @@ except ImportError:
 
 logger = logging.getLogger("vllm.kvferry")
 
+_REMOTE = "KvferryConnector"
+
 # Versions before `get_transfer_results` ask for a tuple.
 _TransferResults = getattr(vllm_base, "KVConnectorTransferResults", None)
 
@@ -52,16 +54,27 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
         self._results = Results()
         if role == KVConnectorRole.SCHEDULER:
             self._place = "scheduler"
-            _siblings.join(self, self.NAME, setup.engine_id, self._place)
-            self._scheduler = SchedulerSide(setup)
+            self._join()
+            try:
+                self._scheduler = SchedulerSide(setup)
+            except BaseException:
+                self._leave()
+                raise
             self._collector = Collector("scheduler")
         else:
             rank = setup.rank(*_worker_rank())
             self._place = f"worker {rank}"
-            _siblings.join(self, self.NAME, setup.engine_id, self._place)
+            self._join()
             device = vllm_config.kv_transfer_config.kv_buffer_device or ""
             self._worker = WorkerSide(setup, rank, kv_cache_config, device)
             self._collector = Collector(str(rank))
+
+    def _join(self) -> None:
+        setup = self._setup
+        _siblings.join(self, self.NAME, setup.engine_id, self._place, setup.has_directory)
+
+    def _leave(self) -> None:
+        _siblings.leave(self, self._setup.engine_id, self._place)
 
     def _of_scheduler(self) -> SchedulerSide:
         assert self._scheduler is not None, "a hook of the scheduler was called on a worker"
@@ -119,7 +132,7 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> Handshake | None:
         description = self._of_worker().describe()
-        return None if description is None else Handshake(description)
+        return None if description is None else Handshake(description, self._setup.digest)
 
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:
         # Older versions pass the ids of preempted requests.
@@ -168,7 +181,18 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
     def shutdown(self) -> None:
         side: Any = self._scheduler or self._worker
         side.shutdown()
-        _siblings.leave(self, self._setup.engine_id, self._place)
+        self._leave()
+
+    def reset_cache(self) -> bool:
+        """Whether nothing of before can be found any more; files in a directory can."""
+        if self._setup.has_directory:
+            logger.error(
+                "%s: the files below shared_storage_path are not removed when the cache is reset: engines with other "
+                "weights need another directory, or another --revision",
+                self.NAME,
+            )
+            return False
+        return True
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvferryStats:
@@ -188,7 +212,7 @@ class _Connector(KVConnectorBase_V1, SupportsHMA):
 class KvferryConnector(_Connector):
     """Reads the blocks that another server has computed, under a lease, and frees them by notification."""
 
-    NAME = "KvferryConnector"
+    NAME = _REMOTE
 
     @property
     def requires_kv_delivery(self) -> bool:

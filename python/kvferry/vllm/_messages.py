@@ -32,13 +32,15 @@ class Plan(KVConnectorMetadata):
 class Handshake(KVConnectorHandshakeMetadata):
     """What consumers are told of a rank."""
 
-    __slots__ = ("description",)
+    __slots__ = ("description", "digest")
 
-    def __init__(self, description: bytes) -> None:
+    def __init__(self, description: bytes, digest: str) -> None:
         self.description = description
+        # Of the settings that the rank's process has.
+        self.digest = digest
 
     def __reduce__(self) -> Any:
-        return Handshake, (self.description,)
+        return Handshake, (self.description, self.digest)
 
 
 class Reports(KVConnectorWorkerMetadata):

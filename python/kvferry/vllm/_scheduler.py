@@ -52,6 +52,11 @@ class SchedulerSide:
                     "MultiConnector passes the first child's to all: only one child may be a prefill/decode connector; "
                     "remove the other one"
                 )
+            if handshake.digest != self.setup.digest:
+                raise ConfigurationError(
+                    f"rank {tp} of stage {pp} has other settings than the scheduler: the variables KVFERRY_... must be "
+                    "the same in all processes of an engine (Ray: VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY=KVFERRY_)"
+                )
             self.half.publish(self.setup.rank(pp, tp), handshake.description)
 
     def new_request(self, request: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +24,10 @@ class Setup:
     # Cache groups that take part, by their number in vLLM; all, but for models that keep some to themselves.
     groups: tuple[int, ...]
     all_groups: bool
+    # Whether blocks are saved to a directory.
+    has_directory: bool
+    # Of all settings that this process has: every process of an engine must have the same.
+    digest: str
     text: str
 
     @property
@@ -59,11 +65,28 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
         if (size := getattr(parallel, name, 1)) > 1:
             raise ConfigurationError(f"{connector} does not support {name}={size}: set it to 1")
     everything = range(len(kv_cache_config.kv_cache_groups))
-    groups = tuple(getattr(kv_cache_config, "transfer_group_ids", everything))
+    transferred = tuple(getattr(kv_cache_config, "transfer_group_ids", everything))
+    cacheable = tuple(getattr(kv_cache_config, "prefix_cacheable_group_ids", transferred))
+    environment = {name: value for name, value in os.environ.items() if name.startswith("KVFERRY_")}
+    has_directory = bool(extra.get("shared_storage_path") or environment.get("KVFERRY_SHARED_STORAGE_PATH"))
+    groups = transferred if connector == "KvferryConnector" else cacheable
+    if has_directory and groups != cacheable:
+        raise ConfigurationError(
+            f"shared_storage_path: this model has cache groups that are no use to others by their tokens ({groups}, of "
+            f"which {cacheable} are); leave it out"
+        )
     specs = [kv_cache_config.kv_cache_groups[group].kv_cache_spec for group in groups]
+    for spec in specs:
+        # The state after a whole prompt is no use for computing its last token.
+        if "Mamba" in (kind := _kind(spec)):
+            raise ConfigurationError(
+                f"{connector} does not support recurrent state ({kind}): a model with such layers would go on from a "
+                "state that has seen the last token already"
+            )
     tensor_parallel = parallel.tensor_parallel_size
     pipeline_parallel = parallel.pipeline_parallel_size
-    model, layout = _model(vllm_config), _layout(vllm_config, kv_cache_config)
+    model, layout = _model(vllm_config), _layout(vllm_config, kv_cache_config, specs)
+    sizes = f"tp{tensor_parallel} pp{pipeline_parallel}"
     setup = {
         "connector": connector,
         "engine_id": transfer.engine_id,
@@ -71,7 +94,8 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
         "ranks": tensor_parallel * pipeline_parallel,
         "block_tokens": [spec.block_size for spec in specs],
         "model": model,
-        "layout": layout,
+        # Ranks of other shapes hold other parts under the same number.
+        "layout": f"{layout}, {sizes}",
         "compatibility": {
             "model": model,
             "cache dtype and layout": layout,
@@ -79,6 +103,7 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
             "pipeline parallel size": str(pipeline_parallel),
         },
         "extra": extra,
+        "port_offset": getattr(parallel, "data_parallel_index", 0) or 0,
         "ucx_library": None if connector != "KvferryConnector" else _ucx.library(_native.ucx_choice(extra_text)),
     }
     return Setup(
@@ -89,6 +114,8 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
         pipeline_parallel=pipeline_parallel,
         groups=groups,
         all_groups=len(groups) == len(everything),
+        has_directory=has_directory,
+        digest=hashlib.sha256(json.dumps([extra, environment], sort_keys=True).encode()).hexdigest(),
         text=json.dumps(setup),
     )
 
@@ -99,13 +126,30 @@ def _model(vllm_config: Any) -> str:
     return f"{model.model}@{revision}" if revision else str(model.model)
 
 
-def _layout(vllm_config: Any, kv_cache_config: Any) -> str:
+def _kind(spec: Any) -> str:
+    """The type of a group's cache. The scheduler sees a member where workers see the group."""
+    members = getattr(spec, "kv_cache_specs", None)
+    return type(next(iter(members.values())) if members else spec).__name__
+
+
+def _packing() -> str:
+    """How the processor's attention packs a block, where it is a processor's: machines differ."""
+    try:
+        import torch
+        from vllm.platforms import current_platform
+    except ImportError:
+        return ""
+    if not current_platform.is_cpu():
+        return ""
+    return ", amx" if torch.cpu._is_amx_tile_supported() else f", {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _layout(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) -> str:
     """What must be equal for bytes of a block to mean the same, as one text."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(cache.cache_dtype)
     if dtype == "auto":
         dtype = str(model.dtype).removeprefix("torch.")
     name = getattr(kv_cache_config, "kv_cache_layout", None) or "default layout"
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    kinds = "+".join(dict.fromkeys(type(spec).__name__ for spec in specs))
-    return f"{dtype}, {name}, {kinds}"
+    kinds = "+".join(dict.fromkeys(_kind(spec) for spec in specs))
+    return f"{dtype}, {name}, {kinds}{_packing()}"

@@ -77,7 +77,7 @@ class KvferryStats(KVConnectorStats):
             "leases released": counters.get("kvferry_lease_parts_total{released}", 0),
             "leases expired": counters.get("kvferry_lease_parts_total{expired}", 0),
         }
-        if saved := counters.get("kvferry_storage_bytes_saved_total", 0):
+        if saved := counters.get("kvferry_storage_saved_bytes_total", 0):
             shown["MB saved"] = round(saved / 1e6, 1)
         return shown
 
@@ -101,6 +101,8 @@ class Collector:
         ranks = {key: {self._whose: value} for key, value in gauges.items()}
         return KvferryStats({"counters": counters, "gauges": ranks, "times": times})
 
+
+_BOUNDS = _native.metrics("KvferryConnector")[1]
 
 # Prometheus knows a name once per process, and two connectors may have the same ones.
 _registered: dict[tuple[str, Any], Any] = {}
@@ -167,6 +169,13 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
 
 def _add(histogram: Any, buckets: list[int], total: int) -> None:
     """Adds what was counted in buckets: prometheus_client has no call for it, but keeps the same buckets."""
+    if not hasattr(histogram, "_buckets"):
+        # Ray's: each as the bound of its bucket.
+        bounds = [*_BOUNDS, _BOUNDS[-1] * 2]
+        for bound, grown in zip(bounds, buckets, strict=True):
+            for _ in range(grown):
+                histogram.observe(bound)
+        return
     for bucket, grown in zip(histogram._buckets, buckets, strict=True):
         if grown:
             bucket.inc(grown)

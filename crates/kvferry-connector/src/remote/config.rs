@@ -1,5 +1,6 @@
 //! How a [`RemotePrefill`](super) is set up, and why that can fail.
 
+use std::net::IpAddr;
 use std::time::Duration;
 
 use kvferry_engine::{EngineError, LaneChoice};
@@ -81,6 +82,18 @@ impl RemoteConfig {
         if !(1..=MAX_GROUPS).contains(&groups) || self.block_tokens.contains(&0) {
             let expected = "1 to 64 groups with blocks of at least 1 token";
             return wrong("block_tokens", format!("{:?}", self.block_tokens), expected);
+        }
+        let listens = self.role != Role::Consumer;
+        let is_unspecified = |host: &str| {
+            let host = host.trim_start_matches('[').trim_end_matches(']');
+            host.parse::<IpAddr>().is_ok_and(|ip| ip.is_unspecified())
+        };
+        // Consumers on other hosts would connect to themselves.
+        let told = self.advertise_host.as_ref().unwrap_or(&self.listen_host);
+        if listens && is_unspecified(told) {
+            let expected = "an address that consumers can connect to; to listen at every address, set \
+                            advertise_host as well";
+            return wrong("the host that consumers are told", told.clone(), expected);
         }
         if self.max_concurrent_loads == 0 {
             return wrong("max_concurrent_loads", "0".to_owned(), "at least 1");

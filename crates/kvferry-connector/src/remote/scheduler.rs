@@ -63,6 +63,8 @@ pub struct RemoteScheduler {
     offered: HashMap<RequestId, Offered>,
     /// Requests that are being loaded; nothing is offered to them any more.
     loading: HashSet<RequestId>,
+    /// Requests that have ended while they were loaded; their ranks report all the same.
+    ending: HashSet<RequestId>,
     holding: HashMap<RequestId, Holding>,
     reserved: HashMap<Epoch, RequestId>,
     held: HashMap<Epoch, Held>,
@@ -97,6 +99,7 @@ impl RemoteScheduler {
             directory,
             offered: HashMap::new(),
             loading: HashSet::new(),
+            ending: HashSet::new(),
             holding: HashMap::new(),
             reserved: HashMap::new(),
             held: HashMap::new(),
@@ -176,6 +179,7 @@ impl RemoteScheduler {
         if self.offered.remove(request).is_some() {
             self.next.release.push(request.clone());
         } else if self.loading.remove(request) {
+            self.ending.insert(request.clone());
             self.next.abort.push(request.clone());
         }
     }
@@ -302,7 +306,8 @@ impl std::net::ToSocketAddrs for Address<'_> {
     }
 }
 
-/// The blocks of tokens `from..to`, there and here. `None` if ours do not reach that far.
+/// The blocks of tokens `from..to`, there and here. `None` if one of them does not reach that far, or if the producer
+/// has dropped a block (its window had moved on further) that is needed here.
 fn pair_blocks(
     offer: &RemoteOffer,
     local: &[Vec<u32>],
@@ -317,9 +322,14 @@ fn pair_blocks(
             theirs.get(first..last)?,
             local.get(group)?.get(first..last)?,
         );
-        let wanted =
-            |(remote, local): &(&u32, &u32)| **remote != NULL_BLOCK && **local != NULL_BLOCK;
-        let (remote, local): (Vec<u32>, Vec<u32>) = theirs.iter().zip(ours).filter(wanted).unzip();
+        let wanted = theirs
+            .iter()
+            .zip(ours)
+            .filter(|(_, ours)| **ours != NULL_BLOCK);
+        let (remote, local): (Vec<u32>, Vec<u32>) = wanted.unzip();
+        if remote.contains(&NULL_BLOCK) {
+            return None;
+        }
         if !remote.is_empty() {
             let group = group as u32;
             all.push(GroupPairs {
@@ -488,8 +498,8 @@ impl SchedulerConnector for RemoteScheduler {
             }
         }
         for received in &report.received {
-            if !self.loading.remove(&received.request) {
-                // Aborted meanwhile, or never ours.
+            // vLLM ends a request whose load has failed before it hands the report on.
+            if !self.loading.remove(&received.request) && !self.ending.remove(&received.request) {
                 self.stats.late_reports += 1;
                 continue;
             }
@@ -501,7 +511,8 @@ impl SchedulerConnector for RemoteScheduler {
     }
 
     fn has_pending_work(&self) -> bool {
-        !self.loading.is_empty() || !self.held.is_empty() || !self.next.is_empty()
+        let loads = !self.loading.is_empty() || !self.ending.is_empty();
+        loads || !self.held.is_empty() || !self.next.is_empty()
     }
 
     fn begin_shutdown(&mut self) {

@@ -201,9 +201,10 @@ pub(super) const KVFERRY: &[Key<Draft>] = &[
     },
     Key {
         name: "shutdown_timeout",
-        default: "10",
+        default: "3",
         kind: Kind::Seconds(0.0..=HOUR, |it, time| it.settings.shutdown_timeout = time),
-        help: "How long held blocks are kept for their consumers when the engine ends",
+        help: "How long a worker that is ended waits for leases to end by themselves; vLLM ends workers that take \
+               longer than it allows (--shutdown-timeout)",
     },
     STORAGE_PATH,
     STORAGE_MAX_BYTES,

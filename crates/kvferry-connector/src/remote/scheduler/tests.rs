@@ -300,6 +300,10 @@ fn c23_an_abort_while_loading_breaks_it_off_once() {
             loaded("never", None),
         ],
     );
+    let stats = bench.half.stats();
+    assert_eq!((stats.failed.aborted, stats.late_reports), (1, 1));
+    // Once: the ranks report it once.
+    bench.report(Vec::new(), vec![loaded("r", None)]);
     assert_eq!(bench.half.stats().late_reports, 2);
     assert!(bench.step(&[]).is_empty() && !bench.half.has_pending_work());
 }
@@ -520,13 +524,14 @@ fn each_role_does_its_part_only() {
     );
 }
 
-/// C43: null blocks, there or here, are not read.
+/// C43: where a window has moved on here, nothing is read; where it has moved on further there, what is needed here is
+/// gone, and the load fails as a whole.
 #[test]
 fn c43_null_blocks_are_skipped_and_groups_kept_apart() {
     let mut offer = offer(256, 64);
     offer.blocks = vec![vec![11, 12, 13, 14], vec![0, 0, 23, 24]];
     offer.block_tokens = vec![64, 64];
-    let local = [vec![1, 2, 3, 4], vec![0, 6, 7, 0]];
+    let local = [vec![1, 2, 3, 4], vec![0, 0, 7, 0]];
     let pairs = pair_blocks(&offer, &local, 64, 256).unwrap();
     let group = |group, remote: &[u32], local: &[u32]| GroupPairs {
         group,
@@ -537,6 +542,8 @@ fn c43_null_blocks_are_skipped_and_groups_kept_apart() {
         pairs,
         [group(0, &[12, 13, 14], &[2, 3, 4]), group(1, &[23], &[7])]
     );
+    let needed = [vec![1, 2, 3, 4], vec![0, 6, 7, 0]];
+    assert_eq!(pair_blocks(&offer, &needed, 64, 256), None);
     // Too few blocks here: nothing, which the workers report as failed.
     assert_eq!(pair_blocks(&offer, &local[..1], 64, 256), None);
 }
