@@ -19,7 +19,7 @@ from aiohttp import web  # noqa: E402
 
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-LIMIT = 30.0
+LIMIT = 60.0
 PARAMS = {
     "do_remote_prefill": True,
     "do_remote_decode": False,
@@ -130,7 +130,7 @@ async def routed(prefill: list[Fake | str], decode: list[Fake | str], **options:
     fakes = [it for it in prefill + decode if isinstance(it, Fake)]
     urls = {id(it): await it.start() for it in fakes}
     addresses = [[it if isinstance(it, str) else urls[id(it)] for it in fleet] for fleet in (prefill, decode)]
-    app = pd_proxy.application(pd_proxy.Options(*addresses, **{"pause": 60.0, **options}))
+    app = pd_proxy.application(pd_proxy.Options(*addresses, **{"pause": 600.0, "connect_timeout": LIMIT, **options}))
     runner, url = await listen(app)
     try:
         async with aiohttp.ClientSession() as session:
@@ -240,7 +240,8 @@ def test_without_a_first_leg_a_decode_server_computes_all(reply: Reply | None, r
     @runs
     async def test() -> None:
         decode = Fake(says(DONE))
-        async with routed([Fake(reply) if reply else NOBODY], [decode], prefill_timeout=1.0) as client:
+        limit = 0.5 if reply is never else LIMIT
+        async with routed([Fake(reply) if reply else NOBODY], [decode], prefill_timeout=limit) as client:
             assert await client.whole({**ASKED, "kv_transfer_params": PARAMS}) == (200, DONE)
             assert decode.bodies == [ASKED]
             assert await client.alone() == {reason: 1}
