@@ -402,6 +402,15 @@ def test_recurrent_state_is_refused_and_a_group_is_named_by_its_members() -> Non
     assert len(texts) == 1 and "MLAAttentionSpec" in texts.pop()
 
 
+def test_how_far_attention_reaches_is_told_per_group() -> None:
+    config = cache_config([*GROUP, *GROUP, *GROUP], 8)
+    fields = {"block_size": 32, "sliding_window": 96, "attention_chunk_size": 64}
+    for group, name in enumerate(("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")):
+        config.kv_cache_groups[group].kv_cache_spec = type(name, (), fields)()
+    text = _setup.of("KvferryConnector", vllm_config("engine"), config).text
+    assert json.loads(text)["reach"] == ["all", {"window": 96}, {"chunk": 64}]
+
+
 def test_storage_of_other_shapes_of_ranks_is_another_one() -> None:
     layouts = {
         json.loads(_setup.of("KvferryConnector", vllm_config("e", tp=tp, pp=pp), cache_config(GROUP, 8)).text)["layout"]

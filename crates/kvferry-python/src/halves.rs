@@ -62,12 +62,7 @@ impl Setup {
             });
         }
         let settings = self.settings()?;
-        let config = settings.remote(
-            self.engine_id()?,
-            self.role()?,
-            self.ranks,
-            self.block_tokens.clone(),
-        );
+        let config = self.remote(&settings)?;
         let instance = Instance::random().map_err(engine)?;
         let remote = RemoteScheduler::new(config, instance).map_err(engine)?;
         let (directory, address) = (remote.directory(), remote.directory_address());
@@ -106,12 +101,11 @@ impl Setup {
             });
         }
         let settings = self.settings()?;
-        let id = self.engine_id()?;
-        let mut config = settings.engine(id.clone());
+        let mut config = settings.engine(self.engine_id()?);
         config.ucx_library = self.ucx_library.clone();
         config.compatibility = self.compatibility.clone();
         config.compatibility.extend(fingerprint);
-        let remote = settings.remote(id, self.role()?, self.ranks, self.block_tokens.clone());
+        let remote = self.remote(&settings)?;
         // The scheduler half is made after its workers, and draws the instance.
         let remote = RemoteWorker::start(remote, None, rank, config).map_err(engine)?;
         let started = remote.engine().clone();

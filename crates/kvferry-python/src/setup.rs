@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use kvferry_connector::contract::{Params, Role};
+use kvferry_connector::remote::{Reach, RemoteConfig};
 use kvferry_connector::settings::{Settings, StorageOnly, UcxChoice};
 use kvferry_wire::EngineId;
 use pyo3::prelude::*;
@@ -35,6 +36,8 @@ pub(crate) struct Setup {
     pub(crate) ranks: u32,
     /// Tokens of a block, per cache group.
     pub(crate) block_tokens: Vec<u32>,
+    /// How far back attention reaches, per cache group.
+    pub(crate) reach: Vec<Reach>,
     /// The model, with its revision.
     pub(crate) model: String,
     /// Layout and data type of the blocks.
@@ -82,6 +85,13 @@ impl Setup {
             })?;
         }
         Ok(settings)
+    }
+
+    pub(crate) fn remote(&self, settings: &Settings) -> PyResult<RemoteConfig> {
+        let blocks = self.block_tokens.clone();
+        let mut config = settings.remote(self.engine_id()?, self.role()?, self.ranks, blocks);
+        config.reach = self.reach.clone();
+        Ok(config)
     }
 
     pub(crate) fn storage_only(&self) -> PyResult<StorageOnly> {

@@ -93,6 +93,7 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
         "role": transfer.kv_role,
         "ranks": tensor_parallel * pipeline_parallel,
         "block_tokens": [spec.block_size for spec in specs],
+        "reach": [_reach(spec) for spec in specs],
         "model": model,
         # Ranks of other shapes hold other parts under the same number.
         "layout": f"{layout}, {sizes}",
@@ -126,10 +127,25 @@ def _model(vllm_config: Any) -> str:
     return f"{model.model}@{revision}" if revision else str(model.model)
 
 
-def _kind(spec: Any) -> str:
-    """The type of a group's cache. The scheduler sees a member where workers see the group."""
+def _first(spec: Any) -> Any:
+    """A group's spec, or its first member's: the scheduler sees a member where workers see the group."""
     members = getattr(spec, "kv_cache_specs", None)
-    return type(next(iter(members.values())) if members else spec).__name__
+    return next(iter(members.values())) if members else spec
+
+
+def _kind(spec: Any) -> str:
+    """The type of a group's cache."""
+    return type(_first(spec)).__name__
+
+
+def _reach(spec: Any) -> Any:
+    """How far back a group's attention reaches, where vLLM drops what is behind that: other types keep all."""
+    kind, one = _kind(spec), _first(spec)
+    if kind.startswith("SlidingWindow"):
+        return {"window": one.sliding_window}
+    if kind.startswith("ChunkedLocal"):
+        return {"chunk": one.attention_chunk_size}
+    return "all"
 
 
 def _packing() -> str:

@@ -13,12 +13,10 @@ fn by_hand(tensor: &Tensor, along: usize, num_blocks: u32) -> BTreeMap<u32, BTre
     let mut bytes = BTreeMap::<u32, BTreeSet<u64>>::new();
     let mut index = vec![0; tensor.shape.len()];
     loop {
-        let element: i64 = index
-            .iter()
-            .zip(&tensor.strides)
-            .map(|(&at, stride)| at as i64 * stride)
-            .sum();
-        let from = tensor.storage + tensor.offset + element as u64 * tensor.item_bytes;
+        // A negative stride is one of a single element.
+        let steps = index.iter().zip(&tensor.strides);
+        let element: u64 = steps.map(|(&at, &stride)| at * stride as u64).sum();
+        let from = tensor.storage + tensor.offset + element * tensor.item_bytes;
         let block = (index[along] / per_block) as u32;
         bytes
             .entry(block)

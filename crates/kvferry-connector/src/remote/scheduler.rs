@@ -415,6 +415,12 @@ impl SchedulerConnector for RemoteScheduler {
         if matched.tokens() < self.config.recompute_threshold_tokens.max(2) {
             return Matched::None;
         }
+        let mut groups = self.config.reach.iter().zip(&self.config.block_tokens);
+        if offer.tokens >= request.prompt
+            && groups.any(|(reach, &size)| reach.misses_the_last(request.prompt, size))
+        {
+            return Matched::None;
+        }
         matched
     }
 

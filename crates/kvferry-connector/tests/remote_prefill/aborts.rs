@@ -29,7 +29,7 @@ fn c23_an_abort_while_loading_is_reported_once_and_released() {
     for steps in [0, 1, 3] {
         let (mut producer, mut consumer) = pair(&Fabric::loopback());
         let prefilled = Request::export("p", 256);
-        let blocks: Vec<u32> = (0..16).collect();
+        let blocks: Vec<u32> = (1..17).collect();
         let params = producer.prefill(&prefilled, &blocks, 1);
         producer.step(&[]);
         let request = Request::new("d", 256, Some(params));

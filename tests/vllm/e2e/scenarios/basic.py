@@ -12,6 +12,8 @@ from ..suite import scenario
 from .setups import LIBUCX, MAIN, MULTI, SLIDING, TCP, TP2
 
 LENGTHS = (1, 5, 31, 32, 33, 64, 100, 320, 1500, 1504)
+# The token that is computed last looks back by a window of 96 to the last token of a block that is dropped.
+AT_THE_WINDOW = (95, 96, 97, 127, 128, 159, 255)
 EXTERNAL_TOKENS = "vllm:external_prefix_cache_hits_total"
 
 
@@ -22,6 +24,17 @@ async def length(pair: Pair, prompts: list[Prompt]) -> str:
 
 for tokens in LENGTHS:
     scenario(f"length-{tokens}", MAIN, lengths=[tokens])(length)
+
+
+@scenario("windows", SLIDING, lengths=AT_THE_WINDOW, limit=300)
+async def windows(pair: Pair, prompts: list[Prompt]) -> str:
+    """vLLM computes the last token of a loaded prompt again; where a block that it looks back at is dropped by then,
+    nothing may be loaded."""
+    before = (await pair.metrics())[1].total(EXTERNAL_TOKENS)
+    for prompt in prompts:
+        await pair.transferred(prompt)
+    fetched = (await pair.metrics())[1].total(EXTERNAL_TOKENS) - before
+    return f"{fetched:.0f} of {sum(prompt.length for prompt in prompts)} tokens fetched"
 
 
 @scenario("lengths", TCP, LIBUCX, MULTI, SLIDING, TP2, lengths=LENGTHS, limit=300)

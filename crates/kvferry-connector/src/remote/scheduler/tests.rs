@@ -3,6 +3,7 @@ use serde_json::json;
 
 use super::*;
 use crate::contract::{FailedBlock, GroupBlocks, LoadFailure, Params, Received, Scheduled};
+use crate::remote::Reach;
 
 const BLOCK: u32 = 64;
 
@@ -521,6 +522,33 @@ fn each_role_does_its_part_only() {
     assert_eq!(
         (producer.half.stats().ignored, consumer.half.stats().ignored),
         (1, 1)
+    );
+}
+
+/// vLLM computes the last token of a loaded prompt again, and has then dropped what it looks back at: nothing is offered
+/// where that would be a token of a dropped block.
+#[test]
+fn a_prompt_whose_last_token_reaches_into_a_dropped_block_is_computed() {
+    let window = 96;
+    let mut config = config(Role::Consumer);
+    config.block_tokens = vec![32, 32];
+    config.reach = vec![Reach::All, Reach::Window(window)];
+    for prompt in 2_u32..400 {
+        let mut offer = offer(prompt, 32);
+        offer.blocks.push(offer.blocks[0].clone());
+        offer.block_tokens.push(32);
+        let params = offer.to_params("127.0.0.1", 1);
+        let mut bench = Bench::new(config.clone());
+        let request = Request::new("r", prompt, Some(params));
+        bench.half.on_new_request(&request.view());
+        // The first block that is kept with all tokens computed, and the one that the last token needs.
+        let kept = (prompt + 1).saturating_sub(window) / 32;
+        let needed = prompt.saturating_sub(window) / 32;
+        let offered = bench.half.matched_tokens(&request.view(), 0).tokens();
+        assert_eq!(offered, if needed < kept { 0 } else { prompt }, "{prompt}");
+    }
+    assert!(
+        Reach::Chunk(64).misses_the_last(128, 32) && !Reach::Chunk(64).misses_the_last(127, 32)
     );
 }
 
