@@ -6,6 +6,7 @@
 //! Invariants: importing it starts nothing and loads no UCX; no call waits while it holds the interpreter.
 
 mod figures;
+mod half;
 mod halves;
 mod logs;
 mod scheduler;

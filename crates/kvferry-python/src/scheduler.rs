@@ -1,7 +1,7 @@
 //! The scheduler half, for Python.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
+use std::sync::Arc;
 
 use kvferry_connector::contract::{
     Aggregator, Allocation, Finish, Finished, FinishedRequest, GroupBlocks, Matched, Params,
@@ -10,12 +10,12 @@ use kvferry_connector::contract::{
 use kvferry_connector::directory::DirectoryServer;
 use kvferry_connector::metrics::Figures;
 use kvferry_wire::{Rank, RequestId};
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::PyBytes;
 
 use crate::figures::{Changed, Changes};
+use crate::half::Half;
 use crate::setup::Setup;
 use crate::{configuration, engine};
 
@@ -62,8 +62,7 @@ struct Inner {
 /// The scheduler half of an engine's connector. Calls come from one thread at a time.
 #[pyclass(frozen, module = "kvferry._native")]
 pub(crate) struct SchedulerHalf {
-    /// `None` after `shutdown`.
-    inner: Mutex<Option<Inner>>,
+    inner: Half<Inner>,
     #[pyo3(get)]
     address: Option<String>,
     #[pyo3(get)]
@@ -74,26 +73,6 @@ pub(crate) struct SchedulerHalf {
     requires_delivery: bool,
     #[pyo3(get)]
     loaded_groups: Option<Vec<u32>>,
-}
-
-impl SchedulerHalf {
-    fn lock(&self) -> PyResult<MutexGuard<'_, Option<Inner>>> {
-        match self.inner.try_lock() {
-            Ok(guard) => Ok(guard),
-            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(PyRuntimeError::new_err(
-                "the scheduler half is in use by another thread; call it from one at a time",
-            )),
-        }
-    }
-
-    fn with<T>(&self, run: impl FnOnce(&mut Inner) -> T) -> PyResult<T> {
-        let mut guard = self.lock()?;
-        let inner = guard.as_mut();
-        inner
-            .map(run)
-            .ok_or_else(|| PyRuntimeError::new_err("the scheduler half was shut down"))
-    }
 }
 
 #[pymethods]
@@ -109,20 +88,23 @@ impl SchedulerHalf {
             best_effort: capabilities.best_effort,
             requires_delivery: capabilities.requires_delivery,
             loaded_groups: capabilities.loaded_groups,
-            inner: Mutex::new(Some(Inner {
-                half: made.half,
-                directory: made.directory,
-                ranks: Aggregator::new(setup.ranks),
-                requests: HashMap::new(),
-                step: 0,
-                changes: Changes::default(),
-            })),
+            inner: Half::new(
+                "scheduler half",
+                Inner {
+                    half: made.half,
+                    directory: made.directory,
+                    ranks: Aggregator::new(setup.ranks),
+                    requests: HashMap::new(),
+                    step: 0,
+                    changes: Changes::default(),
+                },
+            ),
         })
     }
 
     /// Makes a rank known to consumers.
     fn publish(&self, rank: u16, description: Vec<u8>) -> PyResult<()> {
-        self.with(|inner| match &inner.directory {
+        self.inner.with(|inner| match &inner.directory {
             Some(directory) => directory
                 .publish(Rank { pp: 0, tp: rank }, description)
                 .map_err(configuration),
@@ -149,7 +131,7 @@ impl SchedulerHalf {
             Some(Ok(params)) => (Some(params), None),
             Some(Err(error)) => (None, Some(format!("its kv_transfer_params: {error}"))),
         };
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let known = Known {
                 id: known,
                 tokens,
@@ -166,7 +148,7 @@ impl SchedulerHalf {
     /// What can be loaded beyond `computed` tokens, and whether it comes while the request waits; `None` for "not known
     /// yet". Changes nothing.
     fn matched_tokens(&self, id: &str, computed: u32) -> PyResult<(Option<u32>, bool)> {
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let Some(known) = inner.requests.get(id) else {
                 return (Some(0), false);
             };
@@ -187,7 +169,7 @@ impl SchedulerHalf {
         local: u32,
         external: u32,
     ) -> PyResult<()> {
-        self.with(|inner| {
+        self.inner.with(|inner| {
             if let Some(known) = inner.requests.get(id) {
                 let allocation = Allocation {
                     blocks: GroupBlocks(&blocks),
@@ -206,7 +188,9 @@ impl SchedulerHalf {
         preempted: Vec<PyBackedStr>,
         scheduled: Vec<OfStep>,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let plan = self.with(|inner| inner.build_step(&preempted, scheduled))??;
+        let plan = self
+            .inner
+            .with(|inner| inner.build_step(&preempted, scheduled))??;
         Ok(PyBytes::new(py, &plan))
     }
 
@@ -225,7 +209,7 @@ impl SchedulerHalf {
             "aborted" => Finish::Aborted,
             _ => Finish::Failed,
         };
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let Some(known) = inner.requests.remove(id) else {
                 return (false, None);
             };
@@ -254,7 +238,7 @@ impl SchedulerHalf {
             Ok((*rank, report))
         });
         let reports: Vec<_> = reports.collect::<PyResult<_>>()?;
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let all = inner.ranks.take(reports);
             if !all.is_empty() {
                 inner.half.on_report(&all);
@@ -264,12 +248,12 @@ impl SchedulerHalf {
 
     /// Whether steps are needed although no request computes.
     fn has_pending_work(&self) -> PyResult<bool> {
-        self.with(|inner| inner.half.has_pending_work())
+        self.inner.with(|inner| inner.half.has_pending_work())
     }
 
     /// What was counted since the last call: counters, gauges, histograms.
     fn figures(&self) -> PyResult<Changed> {
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let mut figures = Figures::default();
             inner.half.figures(&mut figures);
             inner.changes.take(figures)
@@ -278,7 +262,7 @@ impl SchedulerHalf {
 
     /// Ends it; the port is free afterwards.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        let inner = self.lock()?.take();
+        let inner = self.inner.take()?;
         py.detach(|| {
             if let Some(mut inner) = inner {
                 inner.half.begin_shutdown();

@@ -2,7 +2,6 @@
 #![allow(unsafe_code)]
 
 use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, TryLockError};
 use std::time::Duration;
 
 use kvferry_connector::contract::{CacheGroup, CacheLayer, CacheLayout, StepPlan, WorkerConnector};
@@ -10,11 +9,11 @@ use kvferry_connector::discovery::{CacheGroupSpec, Discovered, TensorView, disco
 use kvferry_connector::metrics::Figures;
 use kvferry_engine::wire::MemoryKind;
 use kvferry_engine::{Engine, MemoryRegion};
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::figures::{Changed, Changes};
+use crate::half::Half;
 use crate::halves::Worker;
 use crate::setup::Setup;
 use crate::{configuration, engine};
@@ -42,31 +41,10 @@ struct Inner {
 /// The worker half of one rank. Calls come from one thread at a time.
 #[pyclass(frozen, module = "kvferry._native")]
 pub(crate) struct WorkerHalf {
-    /// `None` after `shutdown`.
-    inner: Mutex<Option<Inner>>,
+    inner: Half<Inner>,
     /// What was found out about the tensors and is worth a line in the log.
     #[pyo3(get)]
     notes: Vec<String>,
-}
-
-impl WorkerHalf {
-    fn lock(&self) -> PyResult<MutexGuard<'_, Option<Inner>>> {
-        match self.inner.try_lock() {
-            Ok(guard) => Ok(guard),
-            Err(TryLockError::Poisoned(poisoned)) => Ok(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => Err(PyRuntimeError::new_err(
-                "the worker half is in use by another thread; call it from one at a time",
-            )),
-        }
-    }
-
-    fn with<T>(&self, run: impl FnOnce(&mut Inner) -> T) -> PyResult<T> {
-        let mut guard = self.lock()?;
-        let inner = guard.as_mut();
-        inner
-            .map(run)
-            .ok_or_else(|| PyRuntimeError::new_err("the worker half was shut down"))
-    }
 }
 
 #[pymethods]
@@ -100,20 +78,23 @@ impl WorkerHalf {
             })?;
             Ok(Self {
                 notes: found.notes.iter().map(ToString::to_string).collect(),
-                inner: Mutex::new(Some(Inner {
-                    half,
-                    engine: started,
-                    shutdown,
-                    changes: Changes::default(),
-                    last: None,
-                })),
+                inner: Half::new(
+                    "worker half",
+                    Inner {
+                        half,
+                        engine: started,
+                        shutdown,
+                        changes: Changes::default(),
+                        last: None,
+                    },
+                ),
             })
         })
     }
 
     /// What consumers are told of this rank; `None` if nobody connects.
     fn describe<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let started = self.with(|inner| inner.engine.clone())?;
+        let started = self.inner.with(|inner| inner.engine.clone())?;
         let Some(started) = started else {
             return Ok(None);
         };
@@ -124,7 +105,7 @@ impl WorkerHalf {
 
     /// Lets go of blocks that have new owners.
     fn release_blocks(&self, plan: &[u8]) -> PyResult<()> {
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let plan = inner.plan(plan)?;
             inner.half.release_blocks(&plan);
             Ok(())
@@ -133,7 +114,7 @@ impl WorkerHalf {
 
     /// A step begins.
     fn begin_step(&self, plan: &[u8]) -> PyResult<()> {
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let plan = inner.plan(plan)?;
             inner.half.begin_step(plan);
             Ok(())
@@ -142,12 +123,12 @@ impl WorkerHalf {
 
     /// The step's forward is over.
     fn end_step(&self) -> PyResult<()> {
-        self.with(|inner| inner.half.end_step())
+        self.inner.with(|inner| inner.half.end_step())
     }
 
     /// What has ended since the last call.
     fn take_report<'py>(&self, py: Python<'py>) -> PyResult<Report<'py>> {
-        let report = self.with(|inner| inner.half.take_report())?;
+        let report = self.inner.with(|inner| inner.half.take_report())?;
         if report.is_empty() {
             return Ok((Vec::new(), Vec::new(), Vec::new(), None));
         }
@@ -162,7 +143,7 @@ impl WorkerHalf {
 
     /// What was counted since the last call: counters, gauges, histograms.
     fn figures(&self) -> PyResult<Changed> {
-        self.with(|inner| {
+        self.inner.with(|inner| {
             let mut figures = Figures::default();
             inner.half.figures(&mut figures);
             inner.changes.take(figures)
@@ -171,7 +152,7 @@ impl WorkerHalf {
 
     /// Ends everything; leases may end by themselves for as long as is set. Nothing touches the tensors afterwards.
     fn shutdown(&self, py: Python<'_>) -> PyResult<()> {
-        let inner = self.lock()?.take();
+        let inner = self.inner.take()?;
         py.detach(|| {
             if let Some(mut inner) = inner {
                 inner.half.shutdown(inner.shutdown);
