@@ -67,7 +67,10 @@ pub(crate) type Changed = (
 );
 
 impl Changes {
-    pub(crate) fn take(&mut self, figures: Figures) -> Changed {
+    /// Asks a half for its figures, and keeps them for the next time.
+    pub(crate) fn take(&mut self, ask: impl FnOnce(&mut Figures)) -> Changed {
+        let mut figures = Figures::default();
+        ask(&mut figures);
         let (mut counters, mut gauges) = (HashMap::new(), HashMap::new());
         let mut sums: HashMap<Name, (Kind, u64)> = HashMap::new();
         for (name, kind, value) in figures.values {

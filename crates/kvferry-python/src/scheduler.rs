@@ -8,7 +8,6 @@ use kvferry_connector::contract::{
     RequestView, Scheduled, SchedulerConnector, StepView, WorkerReport,
 };
 use kvferry_connector::directory::DirectoryServer;
-use kvferry_connector::metrics::Figures;
 use kvferry_wire::{Rank, RequestId};
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
@@ -71,8 +70,6 @@ pub(crate) struct SchedulerHalf {
     best_effort: bool,
     #[pyo3(get)]
     requires_delivery: bool,
-    #[pyo3(get)]
-    loaded_groups: Option<Vec<u32>>,
 }
 
 #[pymethods]
@@ -87,7 +84,6 @@ impl SchedulerHalf {
             reads_tokens: made.reads_tokens,
             best_effort: capabilities.best_effort,
             requires_delivery: capabilities.requires_delivery,
-            loaded_groups: capabilities.loaded_groups,
             inner: Half::new(
                 "scheduler half",
                 Inner {
@@ -253,11 +249,8 @@ impl SchedulerHalf {
 
     /// What was counted since the last call: counters, gauges, histograms.
     fn figures(&self) -> PyResult<Changed> {
-        self.inner.with(|inner| {
-            let mut figures = Figures::default();
-            inner.half.figures(&mut figures);
-            inner.changes.take(figures)
-        })
+        self.inner
+            .with(|inner| inner.changes.take(|figures| inner.half.figures(figures)))
     }
 
     /// Ends it; the port is free afterwards.

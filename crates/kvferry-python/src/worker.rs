@@ -6,7 +6,6 @@ use std::time::Duration;
 
 use kvferry_connector::contract::{CacheGroup, CacheLayer, CacheLayout, StepPlan, WorkerConnector};
 use kvferry_connector::discovery::{CacheGroupSpec, Discovered, TensorView, discover};
-use kvferry_connector::metrics::Figures;
 use kvferry_engine::wire::MemoryKind;
 use kvferry_engine::{Engine, MemoryRegion};
 use pyo3::prelude::*;
@@ -143,11 +142,8 @@ impl WorkerHalf {
 
     /// What was counted since the last call: counters, gauges, histograms.
     fn figures(&self) -> PyResult<Changed> {
-        self.inner.with(|inner| {
-            let mut figures = Figures::default();
-            inner.half.figures(&mut figures);
-            inner.changes.take(figures)
-        })
+        self.inner
+            .with(|inner| inner.changes.take(|figures| inner.half.figures(figures)))
     }
 
     /// Ends everything; leases may end by themselves for as long as is set. Nothing touches the tensors afterwards.

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvferry import _log
-from kvferry._native import ConfigurationError
 from kvferry.vllm import _siblings
 from kvferry.vllm._messages import Handshake, Plan, Reports
 from kvferry.vllm._scheduler import SchedulerSide
@@ -238,9 +237,6 @@ class KvferryStorageConnector(_Connector):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        return tuple(getattr(self._kv_cache_config, "prefix_cacheable_group_ids", self._setup.groups))
-
     def get_handshake_metadata(self) -> None:
         return None
 
@@ -258,4 +254,4 @@ def _worker_rank() -> tuple[int, int]:
     return get_pp_group().rank_in_group, get_tensor_model_parallel_rank()
 
 
-__all__ = ["ConfigurationError", "KvferryConnector", "KvferryStorageConnector"]
+__all__ = ["KvferryConnector", "KvferryStorageConnector"]

@@ -53,11 +53,4 @@ async def late(pair: Pair, prompts: list[Prompt]) -> str:
 async def default_policy(pair: Pair, prompts: list[Prompt]) -> str:
     """vLLM's default answers a failed load with HTTP 500."""
     await pair.restart_decode(policy=None)
-    # A first request, so that both servers know each other.
-    await pair.transferred(prompts[3])
-    offers, _ = await expire(pair, prompts[:2])
-    await pair.overwrite(pair.prefill)
-    outcomes = [await pair.right_or_refused(prompt, params) for prompt, params in zip(prompts, offers)]
-    await pair.freed(SHORT_LEASE + SCRAPE_MARGIN)
-    await pair.right_at_once(prompts[2])
-    return ", ".join(outcomes)
+    return await late(pair, prompts)
