@@ -70,6 +70,8 @@ pub(crate) enum SimFaults {
     Mixed,
     /// Many of them, restarts too
     Harsh,
+    /// Some, and reads that bring something else than they say; loads are verified
+    Lying,
 }
 
 /// Connectors of a run.
@@ -98,6 +100,7 @@ impl From<SimFaults> for kvferry_sim::Faults {
             SimFaults::None => Self::None,
             SimFaults::Mixed => Self::Mixed,
             SimFaults::Harsh => Self::Harsh,
+            SimFaults::Lying => Self::Lying,
         }
     }
 }

@@ -87,6 +87,8 @@ pub struct Settings {
     pub max_concurrent_loads: usize,
     /// Time for the blocks of a load to arrive.
     pub read_timeout: Duration,
+    /// Whether checksums of what was read are compared with the producer's.
+    pub verify: bool,
     /// Time for finding and greeting a peer.
     pub connect_timeout: Duration,
     /// Time for a release to be answered.
@@ -117,6 +119,7 @@ impl Default for Settings {
             recompute_threshold_tokens: 2,
             max_concurrent_loads: 32,
             read_timeout: Duration::from_secs(10),
+            verify: false,
             connect_timeout: Duration::from_secs(5),
             confirm_timeout: borrow.confirm_timeout,
             shutdown_timeout: Duration::from_secs(3),
@@ -188,6 +191,7 @@ impl Settings {
             recompute_threshold_tokens: self.recompute_threshold_tokens,
             max_concurrent_loads: self.max_concurrent_loads,
             read_timeout: self.read_timeout,
+            verify: self.verify,
             connect_timeout: self.connect_timeout,
             lane: self.lane,
             ..RemoteConfig::new(engine, block_tokens)

@@ -13,7 +13,7 @@ use crate::chunks::Chunks;
 use crate::command::{Command, ConnectCommand};
 use crate::config::{EngineConfig, incompatibility};
 use crate::counters::CounterSnapshot;
-use crate::error::{ConnectError, EngineError, RegisterError, TableError};
+use crate::error::{ConnectError, EngineError, RegisterError, SendError, TableError};
 use crate::exit::Running;
 use crate::fabric::{Fabric, FabricError, NativeReads, Registered};
 use crate::lane::LaneChoice;
@@ -22,7 +22,7 @@ use crate::peer::Peer;
 use crate::progress::Progress;
 use crate::region::{Region, RegionInner};
 use crate::same_host::ShareServer;
-use crate::service::Service;
+use crate::service::{PeerId, Service};
 use crate::shared::{Catalog, LONGEST, Shared, Started, deadline_in};
 use crate::table::{LocalTable, Table, TableSpec};
 use crate::ucx::{UcxFabric, UcxOptions};
@@ -144,7 +144,7 @@ impl Engine {
         }
     }
 
-    fn shared(&self) -> &Arc<Shared> {
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
         &self.inner.shared
     }
 
@@ -371,6 +371,15 @@ impl Engine {
             shared: Arc::clone(shared),
             next_transfer: Arc::clone(&self.inner.next_transfer),
         })
+    }
+
+    /// Sends a message to the service on `channel` of a peer that a [`Service`] was told of. As [`Peer::send`], but a
+    /// message to a peer that is gone is dropped and counted.
+    ///
+    /// # Errors
+    /// [`SendError`] if the message is empty or larger than 16 MiB less a header, or if the engine was shut down.
+    pub fn send(&self, peer: PeerId, channel: u16, payload: Vec<u8>) -> Result<(), SendError> {
+        self.shared().send(peer, channel, payload)
     }
 
     /// Has every service's [`on_tick`](Service::on_tick) called soon.

@@ -478,6 +478,52 @@ impl ReadError {
     }
 }
 
+/// Why there are no checksums of blocks.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum ChecksumError {
+    /// A block id is out of range.
+    #[error("block {block} is out of range: the table has {count} blocks")]
+    Block {
+        /// The id.
+        block: u32,
+        /// Blocks there are.
+        count: u32,
+    },
+    /// The processor cannot read the memory.
+    #[error("the blocks of table {table} are in {kind} memory, which the processor cannot read")]
+    NotHost {
+        /// The table's number.
+        table: u32,
+        /// The kind of its memory.
+        kind: MemoryKind,
+    },
+    /// A table belongs to another engine or its region is gone.
+    #[error("table {table} belongs to another engine or its region was deregistered")]
+    LocalTable {
+        /// The table's number.
+        table: u32,
+    },
+    /// The memory cannot be read.
+    #[error("{0}")]
+    Memory(String),
+    /// The engine was shut down, or the handle was carried over a fork.
+    #[error("{0}")]
+    Engine(String),
+}
+
+impl From<MemoryError> for ChecksumError {
+    fn from(error: MemoryError) -> Self {
+        Self::Memory(error.to_string())
+    }
+}
+
+impl From<EngineError> for ChecksumError {
+    fn from(error: EngineError) -> Self {
+        Self::Engine(error.to_string())
+    }
+}
+
 /// Why a transfer failed.
 #[derive(Clone, Debug, Error)]
 #[non_exhaustive]

@@ -27,6 +27,7 @@
 //! # }
 //! ```
 
+mod checksum;
 mod chunks;
 mod command;
 mod completion;
@@ -55,12 +56,13 @@ mod ucx;
 mod wake;
 mod warning;
 
+pub use checksum::Checksums;
 pub use config::EngineConfig;
 pub use counters::CounterSnapshot;
 pub use engine::{Engine, EngineBuilder};
 pub use error::{
-    ChunkOfRegion, ConnectError, DeregisterError, EngineError, ErrorClass, ReadError,
-    RegisterError, SendError, TableError, TransferError,
+    ChecksumError, ChunkOfRegion, ConnectError, DeregisterError, EngineError, ErrorClass,
+    ReadError, RegisterError, SendError, TableError, TransferError,
 };
 pub use fabric::{
     Fabric, FabricError, Fault, FaultControl, FaultFabric, FaultRates, LoopbackFabric,

@@ -16,7 +16,6 @@ use crate::error::{ReadError, SendError};
 use crate::fabric::NativeReads;
 use crate::lane::Lane;
 use crate::plan::{BlockPair, PairRuns, check_pairs};
-use crate::region::RegionHold;
 use crate::same_host::SameHost;
 use crate::service::PeerId;
 use crate::shared::{Shared, deadline_in};
@@ -191,7 +190,10 @@ impl Peer {
             return Err(ReadError::PeerGone(reason.into()));
         }
         self.check_tables(tables, pairs)?;
-        let holds = self.hold(tables)?;
+        let holds = self
+            .shared
+            .hold(tables.iter().map(|(local, _)| local))
+            .map_err(|table| ReadError::LocalTable { table })?;
         let number = self.next_transfer.fetch_add(1, Ordering::Relaxed);
         let cell = Arc::new(CompletionCell::new());
         let transfer = Transfer {
@@ -272,24 +274,6 @@ impl Peer {
         Ok(())
     }
 
-    /// Holds the regions of the local tables. The catalog is locked, so that a region is either
-    /// held before it is given up, or its table is gone already.
-    fn hold(&self, tables: &[(Table, RemoteTable)]) -> Result<Vec<RegionHold>, ReadError> {
-        let catalog = self.shared.catalog();
-        let mut holds: Vec<RegionHold> = Vec::new();
-        for (local, _) in tables {
-            let known = catalog.table(local.id());
-            if !known.is_some_and(|known| Arc::ptr_eq(&known.0, &local.0)) {
-                return Err(ReadError::LocalTable { table: local.id() });
-            }
-            let region = local.region();
-            if !holds.iter().any(|hold| hold.id == region.id) {
-                holds.push(RegionHold::new(region));
-            }
-        }
-        Ok(holds)
-    }
-
     /// Sends a message to the peer's service on `channel`. Messages arrive whole and in order, or
     /// the peer is lost.
     ///
@@ -297,17 +281,10 @@ impl Peer {
     /// [`SendError`] if the message is empty or larger than 16 MiB less a header, if the peer is
     /// gone, or if the engine was shut down.
     pub fn send(&self, channel: u16, payload: Vec<u8>) -> Result<(), SendError> {
-        check_payload(payload.len())?;
         if let Some(reason) = self.gone() {
             return Err(SendError::PeerGone(reason.into()));
         }
-        self.shared
-            .submit(Command::Send {
-                peer: self.peer.id,
-                channel,
-                payload,
-            })
-            .map_err(|error| SendError::Engine(error.to_string()))
+        self.shared.send(self.peer.id, channel, payload)
     }
 
     /// Says goodbye and closes the connection. Transfers in flight fail.

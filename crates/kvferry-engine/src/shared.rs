@@ -15,11 +15,13 @@ use kvferry_wire::{Addresses, Description, Incarnation, RegionSet, UcxVersion};
 use crate::command::{Command, Holders, ReleaseRegion};
 use crate::config::EngineConfig;
 use crate::counters::{Counters, add, subtract};
-use crate::error::{DeregisterError, EngineError};
+use crate::error::{DeregisterError, EngineError, SendError};
 use crate::fabric::Capabilities;
 use crate::memory::{IncarnationWord, RegionMap};
-use crate::region::RegionInner;
+use crate::peer::check_payload;
+use crate::region::{RegionHold, RegionInner};
 use crate::same_host::{SameHost, ShareServer, host_identity};
+use crate::service::PeerId;
 use crate::table::Table;
 use crate::wake::Waker;
 
@@ -179,6 +181,22 @@ impl Shared {
         }
     }
 
+    /// Has a message sent to a peer's service.
+    pub(crate) fn send(
+        &self,
+        peer: PeerId,
+        channel: u16,
+        payload: Vec<u8>,
+    ) -> Result<(), SendError> {
+        check_payload(payload.len())?;
+        self.submit(Command::Send {
+            peer,
+            channel,
+            payload,
+        })
+        .map_err(|error| SendError::Engine(error.to_string()))
+    }
+
     /// Submits a command that answers, and waits for the answer.
     pub(crate) fn ask<T>(
         &self,
@@ -268,6 +286,27 @@ impl Shared {
                 waited: timeout,
             }),
         }
+    }
+
+    /// Holds the regions of local tables, or says which table is not there. The catalog is locked, so that a region
+    /// is either held before it is given up, or its table is gone already.
+    pub(crate) fn hold<'a>(
+        &self,
+        tables: impl IntoIterator<Item = &'a Table>,
+    ) -> Result<Vec<RegionHold>, u32> {
+        let catalog = self.catalog();
+        let mut holds: Vec<RegionHold> = Vec::new();
+        for table in tables {
+            let known = catalog.table(table.id());
+            if !known.is_some_and(|known| Arc::ptr_eq(&known.0, &table.0)) {
+                return Err(table.id());
+            }
+            let region = table.region();
+            if !holds.iter().any(|hold| hold.id == region.id) {
+                holds.push(RegionHold::new(region));
+            }
+        }
+        Ok(holds)
     }
 
     /// What peers are told. `None` before the fabric has started.

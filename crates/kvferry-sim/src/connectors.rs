@@ -59,6 +59,9 @@ pub enum Connectors {
 /// Room for files, in bytes: enough for some of a run's blocks, so that there are evictions.
 const STORAGE_BYTES: u64 = 4 << 20;
 
+/// How many of a thousand operations lie, where they do.
+const LIES: u16 = 100;
+
 /// Makes connectors for every engine of a run.
 pub struct RealFactory {
     connectors: Connectors,
@@ -95,8 +98,13 @@ impl RealFactory {
     fn rates(&mut self) -> FaultRates {
         let most = match self.faults {
             Faults::None => return FaultRates::none(),
-            Faults::Mixed => 3,
+            Faults::Mixed | Faults::Lying => 3,
             Faults::Harsh => 12,
+        };
+        let lies = if self.faults == Faults::Lying {
+            LIES
+        } else {
+            0
         };
         [
             Fault::ConnectRefused,
@@ -119,6 +127,9 @@ impl RealFactory {
         .with(Fault::ReadDelayed, 50)
         .with(Fault::SegmentReordered, 20)
         .with(Fault::SegmentDuplicated, 5)
+        .with(Fault::ReadEmpty, lies)
+        .with(Fault::CopyEmpty, lies)
+        .with(Fault::SegmentCorrupted, lies)
     }
 
     fn config(&self, spec: &EngineSpec<'_>) -> Result<RemoteConfig, FactoryError> {
@@ -142,6 +153,7 @@ impl RealFactory {
             lease_max: Duration::from_secs(20),
         };
         config.read_timeout = Duration::from_secs(1);
+        config.verify = self.faults == Faults::Lying;
         config.connect_timeout = Duration::from_secs(2);
         Ok(config)
     }

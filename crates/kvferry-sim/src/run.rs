@@ -20,6 +20,8 @@ pub enum Faults {
     Mixed,
     /// Many aborts, routers that drop parameters, restarts.
     Harsh,
+    /// As mixed, and reads that say that they brought something and did not: only checksums tell.
+    Lying,
 }
 
 impl Faults {
@@ -30,6 +32,7 @@ impl Faults {
             Self::None => "none",
             Self::Mixed => "mixed",
             Self::Harsh => "harsh",
+            Self::Lying => "lying",
         }
     }
 }

@@ -250,7 +250,7 @@ fn request(
     };
     let percent = match options.faults {
         Faults::None => 0,
-        Faults::Mixed => 15,
+        Faults::Mixed | Faults::Lying => 15,
         Faults::Harsh => 40,
     };
     let abort = rng.chance(percent).then(|| match rng.below(8) {

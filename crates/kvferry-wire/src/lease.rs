@@ -29,6 +29,7 @@ use zerocopy::{
 
 use crate::{
     Epoch, Incarnation, Instance, LeaseId, ReaderId, RequestId, WireError,
+    fixed::{exact_slice, open, prefix},
     packed::{check_at_most, shown},
 };
 
@@ -49,13 +50,6 @@ const KIND_RELEASE: u8 = 1;
 const KIND_RELEASED: u8 = 2;
 const KIND_RENEW: u8 = 3;
 const KIND_RENEWED: u8 = 4;
-
-#[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
-#[repr(C)]
-struct HeaderLayout {
-    version: u8,
-    kind: u8,
-}
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
 #[repr(C)]
@@ -244,16 +238,8 @@ impl<'a> LeaseMessage<'a> {
     /// [`WireError::Version`] for another layout; otherwise what is wrong, with the field and its
     /// value.
     pub fn parse(payload: &'a [u8]) -> Result<Self, WireError> {
-        let (header, body) = prefix::<HeaderLayout>("lease message", payload)?;
-        if header.version != LEASE_VERSION {
-            return Err(WireError::Version {
-                what: "lease message",
-                got: header.version.into(),
-                min: LEASE_VERSION.into(),
-                max: LEASE_VERSION.into(),
-            });
-        }
-        match header.kind {
+        let (kind, body) = open("lease message", LEASE_VERSION, payload)?;
+        match kind {
             KIND_RELEASE => parse_release(body),
             KIND_RELEASED => parse_released(body),
             KIND_RENEW => parse_renew(body),
@@ -329,41 +315,6 @@ fn parse_renewed(body: &[u8]) -> Result<LeaseMessage<'_>, WireError> {
         token: layout.token.get(),
         gone: GoneEpochs::parse(gone)?,
         unknown: Epochs::parse("renewed.unknown", unknown)?,
-    })
-}
-
-/// Splits off a `T`.
-fn prefix<'a, T>(what: &'static str, bytes: &'a [u8]) -> Result<(T, &'a [u8]), WireError>
-where
-    T: FromBytes + KnownLayout + Immutable + Unaligned,
-{
-    T::read_from_prefix(bytes).map_err(|_| WireError::TooShort {
-        what,
-        need: size_of::<T>(),
-        got: bytes.len(),
-    })
-}
-
-/// Takes bytes for exactly `count` items.
-fn exact_slice<'a, T>(
-    what: &'static str,
-    bytes: &'a [u8],
-    count: usize,
-) -> Result<&'a [T], WireError>
-where
-    T: FromBytes + KnownLayout + Immutable + Unaligned,
-{
-    let need = count.saturating_mul(size_of::<T>());
-    if bytes.len() > need {
-        return Err(WireError::Trailing {
-            what,
-            extra: bytes.len() - need,
-        });
-    }
-    <[T]>::ref_from_bytes_with_elems(bytes, count).map_err(|_| WireError::TooShort {
-        what,
-        need,
-        got: bytes.len(),
     })
 }
 

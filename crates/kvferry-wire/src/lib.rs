@@ -11,7 +11,7 @@
 //! - [`message`]: a reassembled message between two engines.
 //! - [`hello`], [`description`]: the greeting and what an engine says about itself.
 //! - [`regions`]: sets of region ids, in greetings and messages.
-//! - [`lease`], [`demo`]: payloads of [`Message::Service`], one channel each.
+//! - [`lease`], [`demo`], [`checksum`]: payloads of [`Message::Service`], one channel each.
 //! - [`directory`]: frames on the directory's TCP port.
 //! - [`share`]: packets on the unix socket between engines of one host.
 //!
@@ -23,10 +23,12 @@
 //! fixed layout) is a new version.
 #![forbid(unsafe_code)]
 
+pub mod checksum;
 pub mod demo;
 pub mod description;
 pub mod directory;
 mod error;
+mod fixed;
 pub mod hello;
 pub mod ids;
 pub mod lease;
@@ -37,6 +39,7 @@ pub mod regions;
 pub mod segment;
 pub mod share;
 
+pub use checksum::{CHECKSUM_CHANNEL, ChecksumMessage, GroupBlock, NoChecksums};
 pub use demo::{DEMO_CHANNEL, DemoPlan, DemoReply, DemoRequest, DemoSummary};
 pub use description::{
     Addresses, Description, Interior, MemoryKind, RegionDescription, TableDescription, UcxVersion,

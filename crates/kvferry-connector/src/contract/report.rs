@@ -18,8 +18,10 @@ pub enum LoadFailure {
     Stalled,
     /// The peer refused the read, or what it describes does not fit.
     Rejected,
-    /// The peer did not confirm the lease in time.
+    /// The peer did not confirm the lease in time, or did not say what its blocks' checksums are.
     Unconfirmed,
+    /// The bytes that came are not those that the peer holds.
+    Corrupt,
     /// The request was aborted.
     Aborted,
     /// A file was missing, too short, or not what it should be.
@@ -36,6 +38,7 @@ impl fmt::Display for LoadFailure {
             Self::Stalled => "stalled",
             Self::Rejected => "rejected",
             Self::Unconfirmed => "unconfirmed",
+            Self::Corrupt => "corrupt",
             Self::Aborted => "aborted",
             Self::Storage => "storage",
             Self::Local => "local",

@@ -108,6 +108,14 @@ pub const REMOTE: &[Metric<RemoteStats>] = &[
         name: "kvferry_loads_failed_total",
         kind: Kind::Counter,
         unit: "",
+        label: Some(("cause", "corrupt")),
+        help: "Loads that did not, by cause",
+        read: |it| it.failed.corrupt,
+    },
+    Metric {
+        name: "kvferry_loads_failed_total",
+        kind: Kind::Counter,
+        unit: "",
         label: Some(("cause", "aborted")),
         help: "Loads that did not, by cause",
         read: |it| it.failed.aborted,
@@ -292,6 +300,38 @@ pub const LOADER: &[Metric<LoaderStats>] = &[
         help: "Loads reported",
         read: |it| it.failed,
     },
+    Metric {
+        name: "kvferry_verified_blocks_total",
+        kind: Kind::Counter,
+        unit: "",
+        label: None,
+        help: "Blocks whose checksums were compared with the producer's",
+        read: |it| it.verified,
+    },
+    Metric {
+        name: "kvferry_corrupt_blocks_total",
+        kind: Kind::Counter,
+        unit: "",
+        label: None,
+        help: "Those of them that differed",
+        read: |it| it.corrupt,
+    },
+    Metric {
+        name: "kvferry_checksums_sent_total",
+        kind: Kind::Counter,
+        unit: "",
+        label: None,
+        help: "Blocks whose checksums consumers were told",
+        read: |it| it.checksums_sent,
+    },
+    Metric {
+        name: "kvferry_checksums_refused_total",
+        kind: Kind::Counter,
+        unit: "",
+        label: None,
+        help: "Questions about checksums that were refused, or were none",
+        read: |it| it.checksums_refused,
+    },
 ];
 
 /// Times of [`LoaderStats`]; labels `engine, rank`.
@@ -305,6 +345,11 @@ pub const LOADER_TIMES: &[MetricTimes<LoaderStats>] = &[
         name: "kvferry_confirmation_microseconds",
         help: "Time from the last byte of a successful read to the answer to its release",
         read: |it| &it.confirmation,
+    },
+    MetricTimes {
+        name: "kvferry_verifying_microseconds",
+        help: "Time from the last byte of a read to the comparison of its checksums with the producer's",
+        read: |it| &it.verifying,
     },
     MetricTimes {
         name: "kvferry_freeing_microseconds",

@@ -68,8 +68,10 @@ pub struct RemoteConfig {
     pub recompute_threshold_tokens: u32,
     /// Loads that a rank runs at the same time, at least 1; others wait.
     pub max_concurrent_loads: usize,
-    /// Time for the blocks of a load to arrive, from its read's start on.
+    /// Time for the blocks of a load to arrive, from its read's start on; and for their checksums, from its end on.
     pub read_timeout: Duration,
+    /// Whether checksums of blocks that were read are compared with the producer's before they count.
+    pub verify: bool,
     /// Time for finding and greeting a peer, from the moment on at which a load wants it.
     pub connect_timeout: Duration,
     /// How bytes move.
@@ -94,6 +96,7 @@ impl RemoteConfig {
             recompute_threshold_tokens: 2,
             max_concurrent_loads: 32,
             read_timeout: Duration::from_secs(10),
+            verify: false,
             connect_timeout: Duration::from_secs(5),
             lane: LaneChoice::Auto,
         }

@@ -13,8 +13,10 @@ pub struct FailedLoads {
     pub stalled: u64,
     /// The peer refused, or does not fit.
     pub rejected: u64,
-    /// The lease was not confirmed in time.
+    /// The lease, or what the blocks' checksums are, was not confirmed in time.
     pub unconfirmed: u64,
+    /// Checksums differ.
+    pub corrupt: u64,
     /// The request was aborted.
     pub aborted: u64,
     /// Anything of this process.
@@ -29,6 +31,7 @@ impl FailedLoads {
             LoadFailure::Stalled => &mut self.stalled,
             LoadFailure::Rejected => &mut self.rejected,
             LoadFailure::Unconfirmed => &mut self.unconfirmed,
+            LoadFailure::Corrupt => &mut self.corrupt,
             LoadFailure::Aborted => &mut self.aborted,
             LoadFailure::Storage | LoadFailure::Local => &mut self.local,
         };
@@ -43,6 +46,7 @@ impl FailedLoads {
             + self.stalled
             + self.rejected
             + self.unconfirmed
+            + self.corrupt
             + self.aborted
             + self.local
     }

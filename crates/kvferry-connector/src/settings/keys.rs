@@ -184,6 +184,12 @@ pub(super) const KVFERRY: &[Key<Draft>] = &[
         help: "Time for the blocks of a load to arrive",
     },
     Key {
+        name: "verify",
+        default: "false",
+        kind: Kind::Switch(|it, on| it.settings.verify = on),
+        help: "Compare checksums of the blocks that were read with the producer's before they count; host memory only",
+    },
+    Key {
         name: "connect_timeout",
         default: "5",
         kind: Kind::Seconds(SHORTEST..=WEEK, |it, time| {

@@ -69,7 +69,7 @@ fn every_key_goes_where_it_belongs() {
         "lease_duration": 1.5, "lease_max": 20, "side_channel_host": "::1", "side_channel_port": 7000,
         "advertise_host": "node-1", "lane": "served", "require_rdma": true, "devices": "mlx5_0:1",
         "transports": "rc,tcp", "workers": 3, "recompute_threshold_tokens": 100, "max_concurrent_loads": 5,
-        "read_timeout": 4, "connect_timeout": 3, "confirm_timeout": 0.25, "shutdown_timeout": 0,
+        "read_timeout": 4, "verify": "true", "connect_timeout": 3, "confirm_timeout": 0.25, "shutdown_timeout": 0,
         "shared_storage_path": "/kv", "shared_storage_max_bytes": 1000, "ucx": "libucx",
     }))
     .unwrap();
@@ -102,6 +102,7 @@ fn every_key_goes_where_it_belongs() {
         recompute_threshold_tokens: 100,
         max_concurrent_loads: 5,
         read_timeout: seconds(4),
+        verify: true,
         connect_timeout: seconds(3),
         lane: "served".parse().unwrap(),
         ..RemoteConfig::new(id(), vec![32, 16])

@@ -11,3 +11,4 @@ mod groups;
 mod leases;
 mod loads;
 mod seed;
+mod verify;

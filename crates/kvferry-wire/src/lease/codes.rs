@@ -1,43 +1,6 @@
 //! One-byte answers of the lease protocol.
 
-use std::fmt;
-
-use crate::WireError;
-
-/// Defines a one-byte code with its number on the wire and its words.
-macro_rules! code {
-    (
-        $(#[$doc:meta])* $name:ident in $field:literal, $range:literal:
-        $($(#[$variant_doc:meta])* $variant:ident = $number:literal, $words:literal;)*
-    ) => {
-        $(#[$doc])*
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        #[repr(u8)]
-        pub enum $name {
-            $($(#[$variant_doc])* $variant = $number,)*
-        }
-
-        impl $name {
-            /// Every value, in the order of the numbers on the wire.
-            pub const ALL: &'static [Self] = &[$(Self::$variant,)*];
-
-            pub(super) fn parse(byte: u8) -> Result<Self, WireError> {
-                match byte {
-                    $($number => Ok(Self::$variant),)*
-                    _ => Err(WireError::bad($field, byte, $range)),
-                }
-            }
-        }
-
-        impl fmt::Display for $name {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(match self {
-                    $(Self::$variant => $words,)*
-                })
-            }
-        }
-    };
-}
+use crate::fixed::code;
 
 code! {
     /// A producer rank's judgement of a release.

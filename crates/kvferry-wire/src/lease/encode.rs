@@ -8,11 +8,11 @@ use zerocopy::{
 };
 
 use super::{
-    Gone, GoneLayout, HeaderLayout, KIND_RELEASE, KIND_RELEASED, KIND_RENEW, KIND_RENEWED,
-    LEASE_VERSION, MAX_RENEWALS, ReaderLayout, ReleaseLayout, ReleasedLayout, RenewLayout,
-    RenewedLayout, Verdict, check_consumers, check_renewals,
+    Gone, GoneLayout, KIND_RELEASE, KIND_RELEASED, KIND_RENEW, KIND_RENEWED, LEASE_VERSION,
+    MAX_RENEWALS, ReaderLayout, ReleaseLayout, ReleasedLayout, RenewLayout, RenewedLayout, Verdict,
+    check_consumers, check_renewals,
 };
-use crate::{Epoch, Instance, LeaseId, ReaderId, WireError, packed::check_at_most};
+use crate::{Epoch, Instance, LeaseId, ReaderId, WireError, fixed, packed::check_at_most};
 
 impl From<ReaderId> for ReaderLayout {
     fn from(reader: ReaderId) -> Self {
@@ -23,17 +23,8 @@ impl From<ReaderId> for ReaderLayout {
     }
 }
 
-/// Starts a payload of which `body` is the fixed part and `more` bytes follow.
 fn start(kind: u8, body: &(impl IntoBytes + Immutable), more: usize) -> Vec<u8> {
-    let header = HeaderLayout {
-        version: LEASE_VERSION,
-        kind,
-    };
-    let size = size_of::<HeaderLayout>() + size_of_val(body) + more;
-    let mut bytes = Vec::with_capacity(size);
-    bytes.extend_from_slice(header.as_bytes());
-    bytes.extend_from_slice(body.as_bytes());
-    bytes
+    fixed::start(LEASE_VERSION, kind, body, more)
 }
 
 /// Writes [`LeaseMessage::Release`](super::LeaseMessage::Release).

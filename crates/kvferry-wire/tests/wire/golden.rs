@@ -182,6 +182,15 @@ fn fixed_layouts_are_as_documented() {
             + "0000000002000000"
     );
     assert_eq!(
+        hex("checksum", "ask"),
+        "0101edfe000000000000020000000000000007000000".to_owned() + "0300000004030201"
+    );
+    assert_eq!(
+        hex("checksum", "sums"),
+        "0102edfe0000000000000200000088776655443322110100000000000000"
+    );
+    assert_eq!(hex("checksum", "refused"), "0103edfe00000000000004");
+    assert_eq!(
         hex("directory", "request-all"),
         "6b6664310a000000010081a572616e6b73c0"
     );

@@ -59,6 +59,15 @@ fn message(rest: Vec<Field>) -> Vec<Field> {
     fields
 }
 
+fn checksum(rest: Vec<Field>) -> Vec<Field> {
+    let mut fields = vec![
+        bad([[0], [2], [255]], "checksum message"),
+        bad([[0], [4], [255]], "checksum message.kind"),
+    ];
+    fields.extend(rest);
+    fields
+}
+
 fn lease(rest: Vec<Field>) -> Vec<Field> {
     let mut fields = vec![
         bad([[0], [2], [255]], "lease message"),
@@ -255,6 +264,41 @@ fn layouts() -> Vec<(&'static str, &'static str, Vec<Field>)> {
                 epoch("renewed.unknown"),
             ]),
         ),
+        (
+            "checksum",
+            "ask",
+            checksum(vec![
+                free(8),
+                or(
+                    bad([[0; 4], [1, 0, 16, 0], full], "ask.blocks"),
+                    [3, 0, 0, 0],
+                    "ask",
+                ),
+                free(4),
+                free(4),
+                free(4),
+                free(4),
+            ]),
+        ),
+        (
+            "checksum",
+            "sums",
+            checksum(vec![
+                free(8),
+                or(
+                    bad([[0; 4], [1, 0, 16, 0], full], "sums.sums"),
+                    [1, 0, 0, 0],
+                    "sums",
+                ),
+                free(8),
+                free(8),
+            ]),
+        ),
+        (
+            "checksum",
+            "refused",
+            checksum(vec![free(8), bad([[0], [6], [255]], "refused.why")]),
+        ),
     ]
 }
 
@@ -314,7 +358,7 @@ fn every_fixed_layout_has_its_fields_listed() {
         .map(|(target, name, _)| (target, name))
         .collect();
     for sample in samples::all() {
-        let fixed = matches!(sample.target, "segment" | "message" | "lease")
+        let fixed = matches!(sample.target, "segment" | "message" | "lease" | "checksum")
             && !sample.name.starts_with("hello");
         assert_eq!(
             listed.contains(&(sample.target, sample.name)),

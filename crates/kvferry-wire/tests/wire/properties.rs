@@ -3,16 +3,18 @@
 use std::collections::BTreeMap;
 
 use crate::samples::demo_params;
+use kvferry_wire::checksum::{encode_ask, encode_refused, encode_sums};
 use kvferry_wire::demo::DEMO_BLOCK_UNIT;
 use kvferry_wire::{
-    Addresses, BlockRun, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
-    DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
-    Incarnation, Instance, Interior, LeaseId, LeaseMessage, MemoryKind, Message, Rank,
-    ReadRejected, ReaderId, RegionDescription, RegionSet, RejectCode, RequestId,
-    SEGMENT_HEADER_BYTES, Segment, SegmentBody, SegmentHeader, TableDescription, TransferId,
-    UcxVersion, Verdict, directory::FRAME_HEADER_BYTES, encode_hello, encode_hello_reply,
-    encode_read, encode_read_cancel, encode_read_rejected, encode_release, encode_released,
-    encode_renew, encode_renewed, encode_service, encode_withdraw, encode_withdrawn,
+    Addresses, BlockRun, ChecksumMessage, DemoPlan, DemoReply, DemoRequest, DemoSummary,
+    Description, DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, GroupBlock, Hello,
+    HelloRejectCode, HelloReply, Incarnation, Instance, Interior, LeaseId, LeaseMessage,
+    MemoryKind, Message, NoChecksums, Rank, ReadRejected, ReaderId, RegionDescription, RegionSet,
+    RejectCode, RequestId, SEGMENT_HEADER_BYTES, Segment, SegmentBody, SegmentHeader,
+    TableDescription, TransferId, UcxVersion, Verdict, directory::FRAME_HEADER_BYTES, encode_hello,
+    encode_hello_reply, encode_read, encode_read_cancel, encode_read_rejected, encode_release,
+    encode_released, encode_renew, encode_renewed, encode_service, encode_withdraw,
+    encode_withdrawn,
 };
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
@@ -419,6 +421,30 @@ proptest! {
         prop_assert_eq!((gone.is_empty(), unknown.is_empty()), (lost.is_empty(), later.is_empty()));
         prop_assert!(gone.iter().eq(lost));
         prop_assert!(unknown.iter().eq(later));
+    }
+
+    #[test]
+    fn checksums_survive(
+        number in any::<u64>(), asked in vec(any::<(u32, u32)>(), 1..50),
+        answer in vec(any::<u64>(), 1..50), why in select(NoChecksums::ALL),
+    ) {
+        let asked: Vec<GroupBlock> =
+            asked.into_iter().map(|(group, block)| GroupBlock { group, block }).collect();
+        let bytes = encode_ask(number, &asked).unwrap();
+        let Ok(ChecksumMessage::Ask { token, blocks }) = ChecksumMessage::parse(&bytes) else {
+            panic!("no question")
+        };
+        prop_assert_eq!((token, blocks.iter().len()), (number, asked.len()));
+        prop_assert!(blocks.iter().eq(asked));
+        let bytes = encode_sums(number, answer.clone()).unwrap();
+        let Ok(ChecksumMessage::Sums { token, sums }) = ChecksumMessage::parse(&bytes) else {
+            panic!("no answer")
+        };
+        prop_assert_eq!((token, sums.iter().len()), (number, answer.len()));
+        prop_assert!(sums.iter().eq(answer));
+        let bytes = encode_refused(number, why);
+        let refused = ChecksumMessage::Refused { token: number, why };
+        prop_assert_eq!(ChecksumMessage::parse(&bytes), Ok(refused));
     }
 
     #[test]

@@ -3,11 +3,12 @@
 //! A fixed layout has one way to write a value, so the bytes must be the same. msgpack has several
 //! ways, and readers skip fields that they do not know: there the value must be the same.
 
+use kvferry_wire::checksum::{encode_ask, encode_refused, encode_sums};
 use kvferry_wire::params::{Asked, Params};
 use kvferry_wire::{
-    DemoReply, DemoRequest, Description, DirectoryReply, DirectoryRequest, FrameHeader, Hello,
-    HelloReply, LeaseMessage, Message, ReadRequest, SEGMENT_HEADER_BYTES, Segment, ShareReply,
-    ShareRequest, WireError,
+    ChecksumMessage, DemoReply, DemoRequest, Description, DirectoryReply, DirectoryRequest,
+    FrameHeader, Hello, HelloReply, LeaseMessage, Message, ReadRequest, SEGMENT_HEADER_BYTES,
+    Segment, ShareReply, ShareRequest, WireError,
     directory::{FRAME_HEADER_BYTES, MAX_DIRECTORY_REPLY_BYTES, MAX_DIRECTORY_REQUEST_BYTES},
     encode_goodbye, encode_hello, encode_hello_reply, encode_ping, encode_pong, encode_read,
     encode_read_cancel, encode_read_rejected, encode_release, encode_released, encode_renew,
@@ -18,12 +19,13 @@ use kvferry_wire::{
 pub(crate) type Check = fn(&[u8]) -> Result<(), WireError>;
 
 /// Every format by the name of its fuzz target.
-pub(crate) const CHECKS: [(&str, Check); 9] = [
+pub(crate) const CHECKS: [(&str, Check); 10] = [
     ("segment", segment),
     ("message", message),
     ("description", description),
     ("hello", hello),
     ("lease", lease),
+    ("checksum", checksum),
     ("directory", directory),
     ("demo", demo),
     ("share", share),
@@ -142,6 +144,19 @@ pub(crate) fn lease(bytes: &[u8]) -> Result<(), WireError> {
         }
     };
     assert_eq!(again.expect("a parsed lease message can be written"), bytes);
+    Ok(())
+}
+
+pub(crate) fn checksum(bytes: &[u8]) -> Result<(), WireError> {
+    let again = match ChecksumMessage::parse(bytes)? {
+        ChecksumMessage::Ask { token, blocks } => encode_ask(token, blocks.iter()),
+        ChecksumMessage::Sums { token, sums } => encode_sums(token, sums.iter()),
+        ChecksumMessage::Refused { token, why } => Ok(encode_refused(token, why)),
+    };
+    assert_eq!(
+        again.expect("a parsed checksum message can be written"),
+        bytes
+    );
     Ok(())
 }
 

@@ -1,15 +1,17 @@
 //! One value of everything, the source of the fixtures.
 
+use kvferry_wire::checksum::{encode_ask, encode_refused, encode_sums};
 use kvferry_wire::params::{Params, RemoteOffer, Source};
 use kvferry_wire::{
     Addresses, BlockRun, DemoPlan, DemoReply, DemoRequest, DemoSummary, Description,
-    DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, Hello, HelloRejectCode, HelloReply,
-    Incarnation, Instance, Interior, LeaseId, MemoryKind, Rank, ReadRejected, ReaderId,
-    RegionDescription, RegionSet, RejectCode, RequestId, SEGMENT_HEADER_BYTES, SegmentBody,
-    SegmentHeader, ShareReply, ShareRequest, SharedPool, TableDescription, TransferId, UcxVersion,
-    Verdict, encode_goodbye, encode_hello, encode_hello_reply, encode_ping, encode_pong,
-    encode_read, encode_read_cancel, encode_read_rejected, encode_release, encode_released,
-    encode_renew, encode_renewed, encode_service, encode_withdraw, encode_withdrawn,
+    DirectoryReply, DirectoryRequest, EngineId, Epoch, Gone, GroupBlock, Hello, HelloRejectCode,
+    HelloReply, Incarnation, Instance, Interior, LeaseId, MemoryKind, NoChecksums, Rank,
+    ReadRejected, ReaderId, RegionDescription, RegionSet, RejectCode, RequestId,
+    SEGMENT_HEADER_BYTES, SegmentBody, SegmentHeader, ShareReply, ShareRequest, SharedPool,
+    TableDescription, TransferId, UcxVersion, Verdict, encode_goodbye, encode_hello,
+    encode_hello_reply, encode_ping, encode_pong, encode_read, encode_read_cancel,
+    encode_read_rejected, encode_release, encode_released, encode_renew, encode_renewed,
+    encode_service, encode_withdraw, encode_withdrawn,
 };
 
 /// An encoded value.
@@ -52,6 +54,7 @@ pub(crate) fn all() -> Vec<Sample> {
     );
     messages(&mut add);
     leases(&mut add);
+    checksums(&mut add);
     packed(&mut add);
     for sample in &mut all {
         sample.open_from = match (sample.target, sample.name) {
@@ -139,6 +142,18 @@ fn leases(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
         "lease",
         "renewed",
         encode_renewed(instance(), 0xfeed, gone, unknown).unwrap(),
+    );
+}
+
+fn checksums(add: &mut impl FnMut(&'static str, &'static str, Vec<u8>)) {
+    let blocks = [(0, 7), (3, 0x0102_0304)].map(|(group, block)| GroupBlock { group, block });
+    add("checksum", "ask", encode_ask(0xfeed, blocks).unwrap());
+    let sums = [0x1122_3344_5566_7788, 1];
+    add("checksum", "sums", encode_sums(0xfeed, sums).unwrap());
+    add(
+        "checksum",
+        "refused",
+        encode_refused(0xfeed, NoChecksums::Busy),
     );
 }
 

@@ -54,6 +54,20 @@ async def come_as_transfers(pair: Pair, prompts: list[Prompt]) -> None:
         raise Failed(f"{fetched:.0f} tokens were fetched instead of {wanted}")
 
 
+@scenario("verified", LIBUCX, TP2, lengths=[100, 320])
+async def verified(pair: Pair, prompts: list[Prompt]) -> str:
+    """Every block that was read was compared, and none differed."""
+    for prompt in prompts:
+        await pair.transferred(prompt)
+    await pair.freed(SCRAPE_MARGIN)
+    producer, consumer = await pair.metrics()
+    read, compared = (consumer.total(f"kvferry_{what}_blocks_total") for what in ("read", "verified"))
+    told = producer.total("kvferry_checksums_sent_total")
+    if not (read == compared == told > 0) or consumer.total("kvferry_corrupt_blocks_total"):
+        raise Failed(f"{compared:.0f} of {read:.0f} blocks compared, checksums of {told:.0f} sent")
+    return f"{compared:.0f} blocks compared"
+
+
 @scenario("concurrent-32", MAIN, TCP, MULTI, SLIDING, TP2, lengths=[33, 100, 320, 700] * 8, limit=300)
 async def concurrent(pair: Pair, prompts: list[Prompt]) -> str:
     answers = await together(pair.transferred(prompt) for prompt in prompts)

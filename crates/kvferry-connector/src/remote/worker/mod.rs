@@ -3,11 +3,13 @@
 //! Responsible for what passes between the engine's step and the threads behind it. Never waits in a
 //! step: plans go into queues, and what has ended is taken out of them.
 
+mod checksums;
 mod leases;
 mod links;
 mod loader;
 mod request;
 mod stats;
+mod verifying;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,16 +18,18 @@ use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
 use kvferry_engine::{Engine, EngineBuilder, EngineConfig, EngineError, Region, Table, TableSpec};
+use kvferry_wire::checksum::CHECKSUM_CHANNEL;
 use kvferry_wire::lease::LEASE_CHANNEL;
-use kvferry_wire::{Epoch, Instance, Rank, RequestId};
+use kvferry_wire::{Epoch, Instance, MemoryKind, Rank, RequestId};
 
+use self::checksums::{ChecksumService, Hashing, Place};
 use self::links::Links;
 use self::loader::{Done, Event, Loader};
 use self::stats::LoaderCounters;
 pub use self::stats::LoaderStats;
 use super::{RemoteConfig, RemoteError, Report, rank_of};
 use crate::contract::{
-    CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerReport,
+    CacheLayout, RegisterCacheError, ReportPart, Role, StepPlan, WorkerConnector, WorkerReport,
 };
 use crate::lease::{
     BorrowControl, LeaseControl, LeaseEvent, LeaseService, LeaseSnapshot, StepLeases,
@@ -50,6 +54,9 @@ pub struct RemoteWorker {
     inbox: Option<Receiver<Event>>,
     done: (Sender<Done>, Receiver<Done>),
     loader: Option<JoinHandle<()>>,
+    /// The thread that computes checksums, once blocks are there.
+    hashing: Place,
+    hasher: Option<JoinHandle<()>>,
     regions: Vec<Region>,
     sent: Sent,
     /// What the next report tells the scheduler half.
@@ -150,7 +157,12 @@ impl RemoteWorker {
             // The loader may have ended.
             let _ = to_loader.send(Event::Borrow(event));
         });
-        let builder = Engine::builder(engine).service(LEASE_CHANNEL, Box::new(service));
+        let (hashing, counters) = (Place::default(), Arc::<LoaderCounters>::default());
+        let checksums =
+            ChecksumService::new(Arc::clone(&hashing), events.clone(), Arc::clone(&counters));
+        let builder = Engine::builder(engine)
+            .service(LEASE_CHANNEL, Box::new(service))
+            .service(CHECKSUM_CHANNEL, Box::new(checksums));
         let engine = start(builder)?;
         let waking = engine.clone();
         // A stopped engine needs no waking.
@@ -166,10 +178,12 @@ impl RemoteWorker {
             inbox: Some(inbox),
             done: unbounded(),
             loader: None,
+            hashing,
+            hasher: None,
             regions: Vec::new(),
             sent: Sent::default(),
             own: Report::default(),
-            counters: Arc::default(),
+            counters,
             lease_figures: LeaseSnapshot::default(),
             asked: None,
             is_shut_down: false,
@@ -260,6 +274,22 @@ impl RemoteWorker {
         Ok(groups)
     }
 
+    /// Refuses memory whose checksums cannot be computed, if they are to be.
+    fn check_kinds(&self, layout: &CacheLayout) -> Result<(), RegisterCacheError> {
+        let verifies = self.config.verify && self.config.role != Role::Producer;
+        let mut layers = layout.layers.iter();
+        match layers.find(|layer| verifies && layer.memory.kind() != MemoryKind::Host) {
+            None => Ok(()),
+            Some(layer) => Err(RegisterCacheError {
+                layer: layer.layer,
+                reason: format!(
+                    "its blocks are in {} memory, and checksums are computed in host memory only; set verify to false",
+                    layer.memory.kind()
+                ),
+            }),
+        }
+    }
+
     fn end(&mut self, within: Duration) {
         if std::mem::replace(&mut self.is_shut_down, true) {
             return;
@@ -275,6 +305,14 @@ impl RemoteWorker {
             if loader.join().is_err() {
                 tracing::error!("the loader panicked");
             }
+        }
+        if let Some(hashing) = self.hashing.get() {
+            hashing.stop();
+        }
+        if let Some(hasher) = self.hasher.take()
+            && hasher.join().is_err()
+        {
+            tracing::error!("the thread of checksums panicked");
         }
         for region in self.regions.drain(..) {
             // Whoever reads it still is told that it goes; the memory waits for that, not we.
@@ -323,7 +361,13 @@ impl WorkerConnector for RemoteWorker {
         let Some(inbox) = self.inbox.take() else {
             return Err(wrong("blocks were registered before".to_owned()));
         };
+        self.check_kinds(layout)?;
         let tables = self.tables(layout)?;
+        let (hashing, hasher) = Hashing::start(self.engine.clone(), tables.clone())
+            .map_err(|error| wrong(format!("no thread: {error}")))?;
+        // Blocks are registered once, as was checked above.
+        let _ = self.hashing.set(hashing.clone());
+        self.hasher = Some(hasher);
         let links = Links::new(
             self.engine.clone(),
             self.config.lane,
@@ -338,6 +382,7 @@ impl WorkerConnector for RemoteWorker {
             self.engine.clone(),
             links,
             self.borrow.clone(),
+            self.config.verify.then_some(hashing),
             self.events.clone(),
             self.done.0.clone(),
             Arc::clone(&self.counters),

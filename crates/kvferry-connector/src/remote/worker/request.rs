@@ -2,9 +2,10 @@
 
 use std::time::Instant;
 
-use kvferry_engine::{PeerId, Transfer, TransferError};
+use kvferry_engine::{Peer, PeerId, Transfer, TransferError};
 use kvferry_wire::Verdict;
 
+use super::verifying::Verifying;
 use crate::contract::{FailedBlock, LoadFailure};
 use crate::lease::Ticket;
 use crate::remote::{GroupPairs, RemoteLease};
@@ -40,13 +41,17 @@ pub(super) enum Phase {
     Waiting { until: Instant },
     /// It is being read.
     Reading(Reading),
+    /// What was read is compared with what the producer holds.
+    Verifying(Box<Verifying>),
     /// It is released; `reading` if its load is reported when that is confirmed.
     Releasing { reading: bool },
 }
 
 /// A read under way.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Reading {
+    /// Whom it is read from.
+    pub(super) peer: Peer,
     /// One per group; `None` once it has ended.
     pub(super) transfers: Vec<Option<Transfer>>,
     /// The first failure.
@@ -54,6 +59,18 @@ pub(super) struct Reading {
     /// Bytes that have arrived, in so many runs.
     pub(super) bytes: u64,
     pub(super) operations: u64,
+}
+
+impl Reading {
+    pub(super) const fn of(peer: Peer) -> Self {
+        Self {
+            peer,
+            transfers: Vec::new(),
+            failure: None,
+            bytes: 0,
+            operations: 0,
+        }
+    }
 }
 
 /// The request.
@@ -114,8 +131,9 @@ impl Borrowed {
         }
     }
 
+    /// Whether its load will be reported, whatever is heard of the lease.
     pub(super) const fn is_reading(&self) -> bool {
-        matches!(self.phase, Phase::Reading(_))
+        matches!(self.phase, Phase::Reading(_) | Phase::Verifying(_))
     }
 
     /// Whether every rank's release has come to an end.

@@ -27,11 +27,21 @@ pub struct LoaderStats {
     pub loaded: u64,
     /// Loads that were reported as failed.
     pub failed: u64,
+    /// Blocks whose checksums were compared with the producer's.
+    pub verified: u64,
+    /// Those of them that differed.
+    pub corrupt: u64,
+    /// Blocks whose checksums consumers were told.
+    pub checksums_sent: u64,
+    /// Questions about checksums that were refused, and messages on their channel that could not be read.
+    pub checksums_refused: u64,
     /// Times from the moment at which a rank of a producer was wanted to the end of its greeting, where it was
     /// reached: its directory, the connection, the greeting.
     pub handshake: Distribution,
     /// Times from the last byte of a successful read to the answer to its release.
     pub confirmation: Distribution,
+    /// Times from the last byte of a successful read to the comparison of its checksums.
+    pub verifying: Distribution,
     /// Times from the end of a lease to the report with which the blocks under it are freed.
     pub freeing: Distribution,
 }
@@ -48,8 +58,13 @@ pub(super) struct LoaderCounters {
     reading_us: AtomicU64,
     loaded: AtomicU64,
     failed: AtomicU64,
+    verified: AtomicU64,
+    corrupt: AtomicU64,
+    checksums_sent: AtomicU64,
+    checksums_refused: AtomicU64,
     handshake: Times,
     confirmation: Times,
+    verifying: Times,
     freeing: Times,
 }
 
@@ -80,6 +95,21 @@ impl LoaderCounters {
         self.confirmation.count(after);
     }
 
+    pub(super) fn verified(&self, blocks: usize, corrupt: usize, after: Duration) {
+        self.verified.fetch_add(blocks as u64, Ordering::Relaxed);
+        self.corrupt.fetch_add(corrupt as u64, Ordering::Relaxed);
+        self.verifying.count(after);
+    }
+
+    pub(super) fn checksums_sent(&self, blocks: usize) {
+        self.checksums_sent
+            .fetch_add(blocks as u64, Ordering::Relaxed);
+    }
+
+    pub(super) fn checksums_refused(&self) {
+        self.checksums_refused.fetch_add(1, Ordering::Relaxed);
+    }
+
     pub(super) fn freeing(&self, after: Duration) {
         self.freeing.count(after);
     }
@@ -104,8 +134,13 @@ impl LoaderCounters {
             reading_us: of(&self.reading_us),
             loaded: of(&self.loaded),
             failed: of(&self.failed),
+            verified: of(&self.verified),
+            corrupt: of(&self.corrupt),
+            checksums_sent: of(&self.checksums_sent),
+            checksums_refused: of(&self.checksums_refused),
             handshake: self.handshake.snapshot(),
             confirmation: self.confirmation.snapshot(),
+            verifying: self.verifying.snapshot(),
             freeing: self.freeing.snapshot(),
         }
     }
