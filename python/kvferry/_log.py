@@ -47,14 +47,14 @@ def _run(parent: str) -> None:
         lines = _native.next_log_lines(3600.0)
         if lines is None:
             return
-        for level, target, text in lines:
+        for level, target, text, number in lines:
             logger = loggers.get(target)
             if logger is None:
                 name = target.replace("::", ".").removeprefix("kvferry_")
                 logger = loggers[target] = logging.getLogger(f"{parent}.{name}")
             if logger.isEnabledFor(level):
                 # Where the line is from is said in place of this file.
-                record = logger.makeRecord(logger.name, level, target, 0, f"kvferry: {text}", (), None)
+                record = logger.makeRecord(logger.name, level, target, number, f"kvferry: {text}", (), None)
                 logger.handle(record)
         if lost := _native.lost_log_lines():
             logging.getLogger(parent).warning("%d log lines were lost: too many at once", lost)

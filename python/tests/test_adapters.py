@@ -65,6 +65,17 @@ def test_numbers_may_be_texts_and_the_environment_goes_first(monkeypatch: pytest
         setup(lease_duration=30)
 
 
+def test_settings_and_slips_in_the_environment_are_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVFERRY_LANE", "served")
+    monkeypatch.setenv("KVFERRY_LEASE_MX", "3")
+    with caplog.at_level("INFO", logger="vllm.kvferry"):
+        setup(lease_duration=5)
+    assert 'settings: lease_duration=5, lane="served" (KVFERRY_LANE)' in caplog.text
+    assert "KVFERRY_LEASE_MX is no setting; did you mean KVFERRY_LEASE_MAX?" in caplog.text
+
+
 def test_every_setting_is_described() -> None:
     described = {name: (default, text) for name, default, text in _native.describe_settings("KvferryConnector")}
     assert described["lease_duration"][0] == "30"

@@ -24,7 +24,7 @@ def metrics() -> dict[str, tuple[str, str | None]]:
     """Kind and label of every series, by the name that Prometheus shows."""
     found: dict[str, tuple[str, str | None]] = {}
     for connector in CONNECTORS:
-        for name, kind, _, label, _ in _native.metrics(connector)[0]:
+        for name, kind, _, label, *_ in _native.metrics(connector)[0]:
             if kind == "histogram":
                 found |= {f"{name}_bucket": ("counter", "le"), f"{name}_sum": ("counter", None)}
                 found |= {f"{name}_count": ("counter", None)}
@@ -65,7 +65,7 @@ def test_the_page_of_metrics_has_them_all() -> None:
     listed = rows((ROOT / "docs/metrics.md").read_text())
     there = {(row[0], row[1], row[2], row[3].strip("`").partition("=")[0], row[4]) for row in listed if len(row) == 5}
     for connector in CONNECTORS:
-        for name, kind, unit, label, text in _native.metrics(connector)[0]:
+        for name, kind, unit, label, text, _ in _native.metrics(connector)[0]:
             assert (f"`{name}`", kind, unit, label or "", text) in there
 
 

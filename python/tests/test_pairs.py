@@ -108,7 +108,7 @@ def lines() -> Any:
 
     def so_far() -> str:
         while batch := _native.next_log_lines(0.05):
-            found.extend(text for _, _, text in batch)
+            found.extend(text for _, _, text, _ in batch)
         return "\n".join(found)
 
     so_far()

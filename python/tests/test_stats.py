@@ -29,7 +29,12 @@ def value(name: str, **labels: str) -> float | None:
 
 def test_every_metric_is_there_from_the_start_and_grows() -> None:
     seen = metrics()
-    before = value("kvferry_loads_failed_total", cause="lease") or 0
+    # At 0: a rate sees the first event too.
+    for cause in ("peer", "corrupt", "lease"):
+        assert value("kvferry_loads_failed_total", cause=cause) == 0
+    assert value("kvferry_leases_held") == 0 and value("kvferry_freeing_microseconds_count") == 0
+    assert value("kvferry_lease_parts_total", end="expired") == 0
+    before = 0
     seen.observe(
         {
             "counters": {"kvferry_loads_failed_total{lease}": 2, "kvferry_of_a_later_version_total": 1},
@@ -75,12 +80,17 @@ def test_the_log_line_has_a_few_figures() -> None:
                 "kvferry_loads_failed_total{peer}": 1,
                 "kvferry_loads_failed_total{lease}": 1,
                 "kvferry_read_bytes_total": 2_500_000,
+                "kvferry_storage_loads_succeeded_total": 4,
+                "kvferry_storage_loads_failed_total": 5,
+                "kvferry_storage_loaded_bytes_total": 1_000_000,
             },
             "gauges": {},
             "times": {},
         }
     ).reduce()
     assert shown["loads"] == 3 and shown["loads failed"] == 2 and shown["MB read"] == 2.5
+    assert shown["loads from storage"] == 4 and shown["loads from storage failed"] == 5
+    assert shown["MB from storage"] == 1 and "MB saved" not in shown
 
 
 def test_a_half_is_asked_when_something_has_happened_and_seldom_otherwise() -> None:
@@ -121,6 +131,9 @@ def test_every_name_that_is_summed_up_for_the_log_exists() -> None:
         "kvferry_read_bytes_total",
         "kvferry_exports_total",
         "kvferry_lease_parts_total",
+        "kvferry_storage_loads_succeeded_total",
+        "kvferry_storage_loads_failed_total",
+        "kvferry_storage_loaded_bytes_total",
         "kvferry_storage_saved_bytes_total",
     ):
         assert name in names

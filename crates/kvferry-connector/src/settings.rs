@@ -17,6 +17,7 @@ use kvferry_wire::EngineId;
 
 use crate::contract::{Params, Role};
 use crate::lease::{BorrowConfig, LeaseConfig};
+use crate::nearest::nearest;
 use crate::remote::RemoteConfig;
 use crate::storage::StorageSettings;
 
@@ -215,6 +216,11 @@ impl Settings {
         self.shared_storage.clone()
     }
 
+    /// What is set, as `key=value`, with the variable that it comes from if it is not from the configuration.
+    pub fn chosen(extra: &Params, env: impl Fn(&str) -> Option<String>) -> Vec<String> {
+        reading::chosen(KVFERRY, extra, &env)
+    }
+
     /// The keys, each with its default and what it does, in which range.
     pub fn describe() -> impl Iterator<Item = (&'static str, &'static str, String)> {
         reading::describe(KVFERRY)
@@ -247,8 +253,36 @@ impl StorageOnly {
         Ok(Self { storage })
     }
 
+    /// What is set, as [`Settings::chosen`] has it.
+    pub fn chosen(extra: &Params, env: impl Fn(&str) -> Option<String>) -> Vec<String> {
+        reading::chosen(STORAGE, extra, &env)
+    }
+
     /// The keys, each with its default and what it does, in which range.
     pub fn describe() -> impl Iterator<Item = (&'static str, &'static str, String)> {
         reading::describe(STORAGE)
     }
+}
+
+/// Those of these environment variables that look like an override and are none, each with the one that may be
+/// meant.
+///
+/// ```
+/// use kvferry_connector::settings::misspelt;
+///
+/// let there = ["KVFERRY_LANE", "KVFERRY_LEASE_DURATOIN", "KVFERRY_LOG", "HOME"];
+/// let found: Vec<_> = misspelt(there.into_iter()).collect();
+/// assert_eq!(found, [("KVFERRY_LEASE_DURATOIN", "KVFERRY_LEASE_DURATION".to_owned())]);
+/// ```
+pub fn misspelt<'a>(
+    names: impl Iterator<Item = &'a str>,
+) -> impl Iterator<Item = (&'a str, String)> {
+    let keys = || KVFERRY.iter().chain(STORAGE).map(|key| key.name);
+    names.filter_map(move |name| {
+        let key = name.strip_prefix(reading::PREFIX)?.to_lowercase();
+        if keys().any(|known| known == key) {
+            return None;
+        }
+        nearest(&key, keys()).map(|known| (name, reading::variable(known)))
+    })
 }

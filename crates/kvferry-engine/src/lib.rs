@@ -70,7 +70,7 @@ pub use fabric::{
 };
 pub use kvferry_wire as wire;
 pub use lane::{Lane, LaneChoice};
-pub use limit::LogLimit;
+pub use limit::{LogLimit, LogLimits};
 pub use memory::memlock::PinnedMemory;
 pub use memory::{
     HostPool, HostPoolOptions, HugePages, MemoryError, MemoryRegion, available_memory,

@@ -51,13 +51,13 @@ impl LogLimit {
     }
 }
 
-/// A limit of its own for each kind of line and whoever it is about.
+/// A limit of its own, one line in 10 s, for each kind of line and whoever it is about.
 #[derive(Debug, Default)]
-pub(crate) struct LogLimits(HashMap<u64, LogLimit>);
+pub struct LogLimits(HashMap<u64, LogLimit>);
 
 impl LogLimits {
     /// As [`LogLimit::admit`], for lines of this kind about `whose`.
-    pub(crate) fn admit(&mut self, kind: &'static str, whose: &str, now: Instant) -> Option<u64> {
+    pub fn admit(&mut self, kind: &'static str, whose: &str, now: Instant) -> Option<u64> {
         let mut key = DefaultHasher::new();
         (kind, whose).hash(&mut key);
         if self.0.len() >= MAX_KEYS {

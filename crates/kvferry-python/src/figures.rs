@@ -9,16 +9,17 @@ use kvferry_connector::metrics::{
 };
 use pyo3::prelude::*;
 
-/// A metric: name, kind, unit, its label's name if it has one, what it says.
+/// A metric: name, kind, unit, its label's name if it has one, what it says, and the label's values.
 type Described = (
     &'static str,
     &'static str,
     &'static str,
     Option<&'static str>,
     &'static str,
+    Vec<&'static str>,
 );
 
-/// All metrics of a connector (`(name, kind, unit, label, help)`, kinds `counter`, `gauge` and `histogram`), and the
+/// All metrics of a connector (`(name, kind, unit, label, help, values)`, kinds `counter`, `gauge` and `histogram`), and the
 /// upper bounds of histograms' buckets, in the histograms' unit.
 #[pyfunction]
 pub(crate) fn metrics(connector: &str) -> (Vec<Described>, Vec<u64>) {
@@ -28,11 +29,14 @@ pub(crate) fn metrics(connector: &str) -> (Vec<Described>, Vec<u64>) {
                 Kind::Counter => "counter",
                 Kind::Gauge => "gauge",
             };
-            let label = metric.label.map(|(name, _)| name);
-            let described = (metric.name, kind, metric.unit, label, metric.help);
+            let (label, value) = metric.label.unzip();
             // A name with several figures is one metric.
-            if !all.contains(&described) {
-                all.push(described);
+            match all.iter_mut().find(|known| known.0 == metric.name) {
+                Some(known) => known.5.extend(value),
+                None => {
+                    let values = value.into_iter().collect();
+                    all.push((metric.name, kind, metric.unit, label, metric.help, values));
+                }
             }
         }
     }
@@ -43,7 +47,8 @@ pub(crate) fn metrics(connector: &str) -> (Vec<Described>, Vec<u64>) {
         add(&mut all, LEASES);
         add(&mut all, ENGINE);
         for times in LOADER_TIMES {
-            all.push((times.name, "histogram", "microseconds", None, times.help));
+            let (kind, unit, values) = ("histogram", "microseconds", Vec::new());
+            all.push((times.name, kind, unit, None, times.help, values));
         }
     }
     add(&mut all, STORAGE);

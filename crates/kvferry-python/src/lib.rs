@@ -51,7 +51,9 @@ mod _native {
     #[pymodule_export]
     use super::scheduler::SchedulerHalf;
     #[pymodule_export]
-    use super::setup::{check_settings, describe_settings, ucx_choice, ucx_copies};
+    use super::setup::{
+        check_settings, describe_settings, misspelt_variables, ucx_choice, ucx_copies,
+    };
     #[pymodule_export]
     use super::worker::WorkerHalf;
 

@@ -20,8 +20,8 @@ const QUEUE: usize = 1024;
 /// Most lines of one call.
 const BATCH: usize = 128;
 
-/// Python's level, the Rust module, and the text.
-type Line = (u8, String, String);
+/// Python's level, the Rust module, the text, and the line of the module.
+type Line = (u8, String, String, u32);
 
 enum Item {
     Line(Line),
@@ -73,6 +73,7 @@ impl<S: Subscriber> Layer<S> for ToPython {
             number(*metadata.level()),
             metadata.target().to_owned(),
             text.finish(),
+            metadata.line().unwrap_or(0),
         );
         if queue.sender.try_send(Item::Line(line)).is_err() {
             queue.lost.fetch_add(1, Ordering::Relaxed);
@@ -135,7 +136,7 @@ pub(crate) fn start_log(level: u64) -> bool {
     is_ours
 }
 
-/// Waits for up to `timeout` seconds for log lines: `(level, target, text)`. `None` after `stop_log`.
+/// Waits for up to `timeout` seconds for log lines: `(level, target, text, line)`. `None` after `stop_log`.
 #[pyfunction]
 pub(crate) fn next_log_lines(py: Python<'_>, timeout: f64) -> Option<Vec<Line>> {
     let queue = QUEUE_OF_PROCESS.get()?;

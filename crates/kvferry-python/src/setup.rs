@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use kvferry_connector::contract::{Params, Role};
 use kvferry_connector::remote::{Reach, RemoteConfig};
-use kvferry_connector::settings::{Settings, StorageOnly, UcxChoice};
+use kvferry_connector::settings::{Settings, StorageOnly, UcxChoice, misspelt};
 use kvferry_wire::EngineId;
 use pyo3::prelude::*;
 use serde::Deserialize;
@@ -108,15 +108,29 @@ fn parse(extra: &str) -> PyResult<Params> {
         .map_err(|error| configuration(format!("kv_connector_extra_config: {error}")))
 }
 
-/// Raises what is wrong with a connector's `kv_connector_extra_config`, as JSON.
+/// Raises what is wrong with a connector's `kv_connector_extra_config`, as JSON; otherwise says what is set in it or in
+/// the environment, for the log.
 #[pyfunction]
-pub(crate) fn check_settings(connector: &str, extra: &str) -> PyResult<()> {
+pub(crate) fn check_settings(connector: &str, extra: &str) -> PyResult<Vec<String>> {
     let extra = parse(extra)?;
     match connector {
-        "KvferryConnector" => Settings::from_json(&extra, variable).map(drop),
-        _ => StorageOnly::from_json(&extra, variable).map(drop),
+        "KvferryConnector" => {
+            Settings::from_json(&extra, variable).map(|_| Settings::chosen(&extra, variable))
+        }
+        _ => {
+            StorageOnly::from_json(&extra, variable).map(|_| StorageOnly::chosen(&extra, variable))
+        }
     }
     .map_err(configuration)
+}
+
+/// Environment variables that look like settings and are none, each with the one that may be meant.
+#[pyfunction]
+pub(crate) fn misspelt_variables(names: Vec<String>) -> Vec<(String, String)> {
+    let found = misspelt(names.iter().map(String::as_str));
+    found
+        .map(|(name, meant)| (name.to_owned(), meant))
+        .collect()
 }
 
 /// The keys of a connector: name, default, and what it does.

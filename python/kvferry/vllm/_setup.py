@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from kvferry import _native, _ucx
 from kvferry._native import ConfigurationError
+
+logger = logging.getLogger("vllm.kvferry")
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,10 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
         extra_text = json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"kv_connector_extra_config is no JSON: {error}") from error
-    _native.check_settings(connector, extra_text)
+    chosen = _native.check_settings(connector, extra_text)
+    logger.info("%s: settings: %s", connector, ", ".join(chosen) or "all defaults")
+    for name, meant in _native.misspelt_variables(list(os.environ)):
+        logger.warning("%s: the environment variable %s is no setting; did you mean %s?", connector, name, meant)
     if kv_cache_config is None:
         raise ConfigurationError(
             f"{connector} needs the cache's configuration, which this vLLM does not hand to connectors; it is tested "

@@ -68,18 +68,26 @@ class KvferryStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """A few figures for vLLM's log line."""
         counters = self.data["counters"]
-        failed = sum(n for key, n in counters.items() if key.startswith("kvferry_loads_failed_total{"))
+
+        def total(name: str) -> int:
+            return sum(n for key, n in counters.items() if key.partition("{")[0] == name)
+
         shown: dict[str, int | float] = {
-            "loads": counters.get("kvferry_loads_total", 0),
-            "loads failed": failed,
-            "MB read": round(counters.get("kvferry_read_bytes_total", 0) / 1e6, 1),
-            "exports": counters.get("kvferry_exports_total", 0),
+            "loads": total("kvferry_loads_total"),
+            "loads failed": total("kvferry_loads_failed_total"),
+            "MB read": round(total("kvferry_read_bytes_total") / 1e6, 1),
+            "exports": total("kvferry_exports_total"),
             "leases released": counters.get("kvferry_lease_parts_total{released}", 0),
             "leases expired": counters.get("kvferry_lease_parts_total{expired}", 0),
         }
-        if saved := counters.get("kvferry_storage_saved_bytes_total", 0):
-            shown["MB saved"] = round(saved / 1e6, 1)
-        return shown
+        stored = {
+            "loads from storage": total("kvferry_storage_loads_succeeded_total"),
+            "loads from storage failed": total("kvferry_storage_loads_failed_total"),
+            "MB from storage": round(total("kvferry_storage_loaded_bytes_total") / 1e6, 1),
+            "MB saved": round(total("kvferry_storage_saved_bytes_total") / 1e6, 1),
+        }
+        # Who has no directory has no such figures.
+        return shown | {name: value for name, value in stored.items() if value}
 
 
 class Collector:
@@ -123,9 +131,14 @@ class KvferryPromMetrics(KVConnectorPromMetrics):
         described, bounds = _native.metrics(connector)
         self._metrics = {
             name: (kind, label, self._metric(name, kind, unit, label, text, bounds))
-            for name, kind, unit, label, text in described
+            for name, kind, unit, label, text, _ in described
         }
         self._values = per_engine_labelvalues
+        # Every series is there from the start: a rate sees the first event too.
+        for name, _, _, label, _, values in described:
+            for own in per_engine_labelvalues.values():
+                for value in values if label else [None]:
+                    self._metrics[name][2].labels(*own, *([value] if value else []))
         # The latest value of each rank's gauge: what is shown is their sum.
         self._ranks: dict[tuple[int, str], dict[str, int]] = {}
 

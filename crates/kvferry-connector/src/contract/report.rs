@@ -30,9 +30,11 @@ pub enum LoadFailure {
     Local,
 }
 
-impl fmt::Display for LoadFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+impl LoadFailure {
+    /// The word for it, in log lines and metrics.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
             Self::Peer => "peer",
             Self::Lease => "lease",
             Self::Stalled => "stalled",
@@ -42,7 +44,13 @@ impl fmt::Display for LoadFailure {
             Self::Aborted => "aborted",
             Self::Storage => "storage",
             Self::Local => "local",
-        })
+        }
+    }
+}
+
+impl fmt::Display for LoadFailure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
     }
 }
 

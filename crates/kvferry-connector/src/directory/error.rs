@@ -159,8 +159,8 @@ pub enum DirectoryError {
     },
     /// Nobody listens there.
     #[error(
-        "no directory at {address}: the connection was refused; is the producer running? Start it \
-         with `kvferry serve`, or check the port"
+        "no directory at {address}: the connection was refused; is the producer running, and is that its \
+         directory's port?"
     )]
     ConnectionRefused {
         /// The directory's address.

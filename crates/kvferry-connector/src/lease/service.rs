@@ -6,7 +6,7 @@
 //! other, so a release is answered however long the rank's own engine step takes.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{self, Receiver, RecvTimeoutError};
@@ -83,6 +83,7 @@ pub struct LeaseControl {
     commands: channel::Sender<Command>,
     events: Receiver<LeaseEvent>,
     wake: Arc<OnceLock<Wake>>,
+    latest: Arc<Mutex<LeaseSnapshot>>,
 }
 
 impl fmt::Debug for LeaseControl {
@@ -129,22 +130,19 @@ impl LeaseControl {
         self.send(Command::Drain { within })
     }
 
-    /// Asks for counters and gauges; the answer comes through the channel.
-    ///
-    /// # Errors
-    /// [`LeaseControlError::Gone`].
-    pub fn ask_snapshot(&self) -> Result<Receiver<LeaseSnapshot>, LeaseControlError> {
-        let (sender, receiver) = channel::bounded(1);
-        self.send(Command::Snapshot(sender))?;
-        Ok(receiver)
+    /// Counters and gauges as they were after the last command or message; does not wait.
+    #[must_use]
+    pub fn latest(&self) -> LeaseSnapshot {
+        *self.latest.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for counters and gauges and waits for up to `timeout`.
+    /// Asks for counters and gauges, after what was asked for before, and waits for up to `timeout`.
     ///
     /// # Errors
     /// [`LeaseControlError`], both kinds.
     pub fn snapshot(&self, timeout: Duration) -> Result<LeaseSnapshot, LeaseControlError> {
-        let receiver = self.ask_snapshot()?;
+        let (sender, receiver) = channel::bounded(1);
+        self.send(Command::Snapshot(sender))?;
         receiver.recv_timeout(timeout).map_err(|error| match error {
             RecvTimeoutError::Timeout => LeaseControlError::TimedOut(timeout),
             RecvTimeoutError::Disconnected => LeaseControlError::Gone,
@@ -186,6 +184,7 @@ pub struct LeaseService {
     now: Instant,
     /// When a shutdown stops waiting.
     drain_until: Option<Instant>,
+    latest: Arc<Mutex<LeaseSnapshot>>,
     malformed: u64,
     log: LogLimit,
 }
@@ -231,6 +230,7 @@ impl LeaseService {
         let (command_sender, commands) = channel::unbounded();
         let (events, event_receiver) = channel::unbounded();
         let wake = Arc::new(OnceLock::new());
+        let latest = Arc::<Mutex<LeaseSnapshot>>::default();
         let service = Self {
             table: LeaseTable::new(instance, config)?,
             borrowing: None,
@@ -240,6 +240,7 @@ impl LeaseService {
             events,
             now: Instant::now(),
             drain_until: None,
+            latest: Arc::clone(&latest),
             malformed: 0,
             log: LogLimit::new(Duration::from_secs(10)),
         };
@@ -249,6 +250,7 @@ impl LeaseService {
                 commands: command_sender,
                 events: event_receiver,
                 wake,
+                latest,
             },
         ))
     }
@@ -290,11 +292,7 @@ impl LeaseService {
                 }
                 Command::Snapshot(answer) => {
                     // Whoever asked may have given up.
-                    let _ = answer.send(LeaseSnapshot {
-                        gauges: self.table.gauges(),
-                        counters: self.table.counters(),
-                        malformed: self.malformed,
-                    });
+                    let _ = answer.send(self.snapshot());
                 }
             }
         }
@@ -381,6 +379,14 @@ impl LeaseService {
         }
     }
 
+    fn snapshot(&self) -> LeaseSnapshot {
+        LeaseSnapshot {
+            gauges: self.table.gauges(),
+            counters: self.table.counters(),
+            malformed: self.malformed,
+        }
+    }
+
     fn refuse(&mut self, from: Sender, reason: &dyn fmt::Display) {
         self.malformed += 1;
         if let Some(held_back) = self.log.admit(self.now) {
@@ -410,6 +416,8 @@ impl LeaseService {
                 encode_released(answer.instance, answer.epoch, answer.reader, answer.verdict);
             replies.send(answer.peer, LEASE_CHANNEL, bytes);
         }
+        // Before the ends are told: who looks after one finds it counted.
+        *self.latest.lock().unwrap_or_else(PoisonError::into_inner) = self.snapshot();
         self.report_ends();
         if let Some(drained) = drained {
             self.tell(drained);

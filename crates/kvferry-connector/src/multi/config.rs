@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::{ComposeError, MultiScheduler, MultiWorker};
 use crate::contract::{Params, Role, SchedulerConnector, WorkerConnector};
-use crate::nearest::nearest;
+use crate::nearest::suggestion;
 
 /// Most children.
 const MAX_CHILDREN: usize = 16;
@@ -108,19 +108,17 @@ pub enum MultiConfigError {
         found: String,
     },
     /// A key that nobody reads.
-    #[error("{place} has the unknown key {key:?}; did you mean {nearest:?}?")]
+    #[error("{place} has the unknown key {key:?}; {suggestion}")]
     UnknownKey {
         /// Whose.
         place: String,
         /// The key.
         key: String,
-        /// The one that is spelled most like it.
-        nearest: &'static str,
+        /// The one that may be meant, or those that there are.
+        suggestion: String,
     },
     /// A name that there is not.
-    #[error(
-        "connectors[{child}]: `{key}` is {found:?}, which is unknown; did you mean {nearest:?}?"
-    )]
+    #[error("connectors[{child}]: `{key}` is {found:?}, which is unknown; {suggestion}")]
     UnknownName {
         /// The child's place.
         child: usize,
@@ -128,8 +126,8 @@ pub enum MultiConfigError {
         key: &'static str,
         /// What it was set to.
         found: String,
-        /// The name that is spelled most like it.
-        nearest: &'static str,
+        /// The one that may be meant, or those that there are.
+        suggestion: String,
     },
     /// A value of another type, or none.
     #[error("connectors[{child}]: `{key}` must be {expected}, it is {found}")]
@@ -176,7 +174,7 @@ impl MultiConfig {
             return Err(MultiConfigError::UnknownKey {
                 place: "the MultiConnector's extra config".to_owned(),
                 key: key.clone(),
-                nearest: "connectors",
+                suggestion: suggestion(key, std::iter::once("connectors")),
             });
         }
         let children = list
@@ -293,7 +291,7 @@ fn read_child(child: usize, value: &Value) -> Result<ChildConfig, MultiConfigErr
             return Err(MultiConfigError::UnknownKey {
                 place: format!("connectors[{child}]"),
                 key: key.clone(),
-                nearest: nearest(key, known.into_iter().chain(IGNORED)),
+                suggestion: suggestion(key, known.into_iter().chain(IGNORED)),
             });
         }
     }
@@ -305,17 +303,17 @@ fn read_child(child: usize, value: &Value) -> Result<ChildConfig, MultiConfigErr
     let kind = ConnectorKind::ALL
         .into_iter()
         .find(|kind| kind.name() == name);
-    let unknown = |key, found: &str, nearest| MultiConfigError::UnknownName {
+    let unknown = |key, found: &str, suggestion| MultiConfigError::UnknownName {
         child,
         key,
         found: found.to_owned(),
-        nearest,
+        suggestion,
     };
     let kind = kind.ok_or_else(|| {
         unknown(
             NAME,
             name,
-            nearest(
+            suggestion(
                 name,
                 ConnectorKind::ALL.into_iter().map(ConnectorKind::name),
             ),
@@ -327,7 +325,7 @@ fn read_child(child: usize, value: &Value) -> Result<ChildConfig, MultiConfigErr
         unknown(
             ROLE,
             role_name,
-            nearest(role_name, Role::ALL.into_iter().map(Role::name)),
+            suggestion(role_name, Role::ALL.into_iter().map(Role::name)),
         )
     })?;
     let extra = match object.get(EXTRA) {

@@ -178,6 +178,17 @@ pub enum RemoteError {
     /// A rank's description was refused.
     #[error(transparent)]
     Publish(#[from] PublishError),
+    /// RDMA is asked for, and no peer could ever be read by it.
+    #[error(
+        "{setting} asks for one-sided reads by hardware, and this engine has none: {reason}; choose another device, or \
+         remove the setting"
+    )]
+    NoRdma {
+        /// `require_rdma`, or the lane.
+        setting: &'static str,
+        /// What UCX has found instead.
+        reason: String,
+    },
     /// The engine does not start or has stopped.
     #[error(transparent)]
     Engine(#[from] EngineError),

@@ -10,9 +10,9 @@
 use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use kvferry_engine::LogLimit;
+use kvferry_engine::LogLimits;
 use kvferry_wire::params::{Asked, RemoteOffer};
 use kvferry_wire::{EngineId, Epoch, Instance, LeaseId, Rank, RequestId};
 
@@ -73,7 +73,7 @@ pub struct RemoteScheduler {
     next: Plan,
     draining: bool,
     stats: RemoteStats,
-    warned: LogLimit,
+    warned: LogLimits,
 }
 
 impl RemoteScheduler {
@@ -107,7 +107,7 @@ impl RemoteScheduler {
             next: Plan::default(),
             draining: false,
             stats: RemoteStats::default(),
-            warned: LogLimit::new(Duration::from_secs(10)),
+            warned: LogLimits::default(),
         })
     }
 
@@ -168,8 +168,9 @@ impl RemoteScheduler {
             .insert(request.id.clone(), Offered { offer, lost });
     }
 
-    fn warn(&mut self, request: &RequestId, reason: &str) {
-        if let Some(held_back) = self.warned.admit(Instant::now()) {
+    /// `kind` is the reason's name among the counters.
+    fn warn(&mut self, kind: &'static str, request: &RequestId, reason: &str) {
+        if let Some(held_back) = self.warned.admit(kind, "", Instant::now()) {
             tracing::warn!(%request, reason, held_back, "transfer parameters are not used");
         }
     }
@@ -368,6 +369,7 @@ impl SchedulerConnector for RemoteScheduler {
             Ok(Asked::Export) if self.config.role == Role::Consumer => {
                 self.stats.ignored += 1;
                 self.warn(
+                    "role",
                     request.id,
                     "do_remote_decode, but this engine is a consumer",
                 );
@@ -378,6 +380,7 @@ impl SchedulerConnector for RemoteScheduler {
             Ok(Asked::Import(_) | Asked::Unleased) if self.config.role == Role::Producer => {
                 self.stats.ignored += 1;
                 self.warn(
+                    "role",
                     request.id,
                     "do_remote_prefill, but this engine is a producer",
                 );
@@ -389,7 +392,7 @@ impl SchedulerConnector for RemoteScheduler {
                     "block_tokens {:?} there and {:?} here",
                     offer.block_tokens, self.config.block_tokens
                 );
-                self.warn(request.id, &reason);
+                self.warn("blocks", request.id, &reason);
                 self.import(request, offer);
                 self.stop_reading(request.id);
             }
@@ -398,11 +401,11 @@ impl SchedulerConnector for RemoteScheduler {
                 self.stats.unleased += 1;
                 let reason = "no kvferry part in them: a router drops unknown keys, or the producer is not kvferry; \
                               the request is computed here";
-                self.warn(request.id, reason);
+                self.warn("unleased", request.id, reason);
             }
             Err(error) => {
                 self.stats.malformed += 1;
-                self.warn(request.id, &error.to_string());
+                self.warn("malformed", request.id, &error.to_string());
             }
         }
     }

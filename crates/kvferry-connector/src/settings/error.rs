@@ -28,16 +28,14 @@ impl fmt::Display for Origin {
 #[non_exhaustive]
 pub enum SettingsError {
     /// A key that nobody reads.
-    #[error(
-        "{connector}: the unknown key {key:?} in kv_connector_extra_config; did you mean {nearest:?}?"
-    )]
+    #[error("{connector}: the unknown key {key:?} in kv_connector_extra_config; {suggestion}")]
     UnknownKey {
         /// Whose configuration.
         connector: &'static str,
         /// The key.
         key: String,
-        /// The one that is spelled most like it.
-        nearest: &'static str,
+        /// What may be meant, or what there is.
+        suggestion: String,
     },
     /// A key of the other connector.
     #[error(

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kvferry_engine::{EngineConfig, EngineError, LaneChoice};
+use kvferry_engine::{EngineConfig, EngineError, Lane, LaneChoice};
 use kvferry_wire::EngineId;
 
 use super::reading::{Key, Kind};
@@ -25,6 +25,36 @@ pub(super) fn other(connector: &str) -> &'static str {
     } else {
         CONNECTOR
     }
+}
+
+/// Keys of vLLM's NixlConnector, and what serves in their place.
+const NIXL: &[(&str, &str)] = &[
+    ("kv_lease_duration", "lease_duration"),
+    ("num_threads", "workers"),
+    ("kv_recompute_threshold", "recompute_threshold_tokens"),
+    (
+        "backends",
+        "nothing: bytes move over UCX, and lane says how",
+    ),
+    (
+        "enforce_handshake_compat",
+        "nothing: engines that do not fit are always refused",
+    ),
+    ("engine_ttl", "nothing: a peer is forgotten when it is lost"),
+    (
+        "bidirectional_kv_xfer",
+        "nothing: decode servers are not read",
+    ),
+    (
+        "decoder_kv_blocks_ttl",
+        "nothing: decode servers are not read",
+    ),
+];
+
+/// What is said of a key of NixlConnector.
+pub(super) fn of_nixl(key: &str) -> Option<String> {
+    let known = NIXL.iter().find(|(name, _)| *name == key);
+    known.map(|(_, ours)| format!("it is one of NixlConnector, and {ours} serves in its place"))
 }
 
 /// What is read, of either connector.
@@ -51,18 +81,20 @@ const WEEK: f64 = MAX_LEASE.as_secs() as f64;
 /// What a wait for the disk may be at most.
 const HOUR: f64 = MAX_TIME.as_secs() as f64;
 const HOST: &str = "a host name or address";
-const LANES: &str = "auto, mapped, native, attached or served";
+const LANES: &str = "auto, native, attached or served";
+const NOT_MAPPED: &str = "auto, native, attached or served (mapped is for memory that kvferry has made, and vLLM makes its own)";
 const UCX: &str = "system, libucx, or a path (with a slash in it)";
-const DIRECTORY: &str = "a directory's path";
+const DIRECTORY: &str = "a directory's path, beginning with /";
 
 const STORAGE_PATH: Key<Draft> = Key {
     name: PATH,
     default: "none",
     kind: Kind::Text(DIRECTORY, |it, text| {
-        if text.is_empty() {
+        let path = PathBuf::from(text);
+        if !path.is_absolute() {
             return Err(DIRECTORY.to_owned());
         }
-        it.storage.path = PathBuf::from(text);
+        it.storage.path = path;
         Ok(())
     }),
     help: "Directory where full blocks are saved as files and looked for, shared with any number of engines",
@@ -121,7 +153,11 @@ pub(super) const KVFERRY: &[Key<Draft>] = &[
         name: "lane",
         default: "auto",
         kind: Kind::Text(LANES, |it, text| {
-            it.settings.lane = text.parse::<LaneChoice>().map_err(|_| LANES.to_owned())?;
+            let lane = text.parse::<LaneChoice>();
+            if lane == Ok(LaneChoice::Pinned(Lane::Mapped)) {
+                return Err(NOT_MAPPED.to_owned());
+            }
+            it.settings.lane = lane.map_err(|_| LANES.to_owned())?;
             Ok(())
         }),
         help: "How bytes move",
@@ -203,7 +239,7 @@ pub(super) const KVFERRY: &[Key<Draft>] = &[
         kind: Kind::Seconds(SHORTEST..=WEEK, |it, time| {
             it.settings.confirm_timeout = time
         }),
-        help: "Time for a producer to confirm that the blocks were held; less than its lease_duration",
+        help: "Time for a producer to confirm that the blocks were held; more than its lease_duration is of no use",
     },
     Key {
         name: "shutdown_timeout",
@@ -275,7 +311,8 @@ fn millis(time: Duration) -> u64 {
 }
 
 fn host(text: &str) -> Result<String, String> {
-    let odd = |c: char| c.is_control() || c.is_whitespace();
+    // Names, and addresses of both families, in brackets or not, with a zone.
+    let odd = |c: char| !(c.is_alphanumeric() || "-._:%[]".contains(c));
     if text.is_empty() || text.len() > 255 || text.contains(odd) {
         return Err(HOST.to_owned());
     }

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::{Origin, SettingsError};
 use crate::contract::Params;
-use crate::nearest::nearest;
+use crate::nearest::suggestion;
 
 /// Longest value in an error, in characters.
 const MAX_SHOWN: usize = 120;
@@ -110,9 +110,12 @@ fn switch(value: &Value) -> Option<bool> {
     }
 }
 
+/// How variables that override keys begin.
+pub(super) const PREFIX: &str = "KVFERRY_";
+
 /// The variable that overrides a key.
 pub(super) fn variable(key: &str) -> String {
-    format!("KVFERRY_{}", key.to_uppercase())
+    format!("{PREFIX}{}", key.to_uppercase())
 }
 
 /// Reads all keys of a connector. `others` are those of the other one.
@@ -133,23 +136,17 @@ pub(super) fn read<T: Default>(
                 owner: super::keys::other(connector),
             }
         } else {
-            let nearest = nearest(&key, keys.iter().map(|key| key.name));
+            let suggestion = super::keys::of_nixl(&key)
+                .unwrap_or_else(|| suggestion(&key, keys.iter().map(|key| key.name)));
             SettingsError::UnknownKey {
                 connector,
                 key,
-                nearest,
+                suggestion,
             }
         });
     }
     let mut into = T::default();
-    for key in keys {
-        let variable = variable(key.name);
-        let set = env(&variable).filter(|text| !text.trim().is_empty());
-        let (origin, value) = match (set.map(Value::String), extra.get(key.name)) {
-            (Some(text), _) => (Origin::Variable(variable), Cow::Owned(text)),
-            (None, Some(value)) if !value.is_null() => (Origin::Json, Cow::Borrowed(value)),
-            _ => continue,
-        };
+    for (key, value, origin) in set(keys, extra, env) {
         key.kind
             .put(&mut into, &value)
             .map_err(|expected| SettingsError::Value {
@@ -161,6 +158,39 @@ pub(super) fn read<T: Default>(
             })?;
     }
     Ok(into)
+}
+
+/// The keys that are set, by the configuration or over it by a variable.
+fn set<'a, T>(
+    keys: &'static [Key<T>],
+    extra: &'a Params,
+    env: &impl Fn(&str) -> Option<String>,
+) -> impl Iterator<Item = (&'static Key<T>, Cow<'a, Value>, Origin)> {
+    keys.iter().filter_map(move |key| {
+        let variable = variable(key.name);
+        let text = env(&variable).filter(|text| !text.trim().is_empty());
+        match (text.map(Value::String), extra.get(key.name)) {
+            (Some(text), _) => Some((key, Cow::Owned(text), Origin::Variable(variable))),
+            (None, Some(value)) if !value.is_null() => {
+                Some((key, Cow::Borrowed(value), Origin::Json))
+            }
+            _ => None,
+        }
+    })
+}
+
+/// The same, as a line of the log shows them.
+pub(super) fn chosen<T>(
+    keys: &'static [Key<T>],
+    extra: &Params,
+    env: &impl Fn(&str) -> Option<String>,
+) -> Vec<String> {
+    set(keys, extra, env)
+        .map(|(key, value, origin)| match origin {
+            Origin::Json => format!("{}={}", key.name, shown(&value)),
+            Origin::Variable(name) => format!("{}={} ({name})", key.name, shown(&value)),
+        })
+        .collect()
 }
 
 fn shown(value: &Value) -> String {

@@ -150,7 +150,7 @@ fn numbers_and_switches_may_be_texts_and_the_environment_overrides() {
 
     let variables = HashMap::from([
         ("KVFERRY_SIDE_CHANNEL_PORT", "9"),
-        ("KVFERRY_LANE", "mapped"),
+        ("KVFERRY_LANE", "attached"),
         ("KVFERRY_REQUIRE_RDMA", "1"),
         ("KVFERRY_SHARED_STORAGE_PATH", ""),
         ("KVFERRY_SHARED_STORAGE_MAX_BYTES", "5"),
@@ -162,7 +162,7 @@ fn numbers_and_switches_may_be_texts_and_the_environment_overrides() {
     let settings = Settings::from_json(config.as_object().unwrap(), env).unwrap();
     assert_eq!(
         (settings.side_channel_port, settings.lane),
-        (9, "mapped".parse().unwrap())
+        (9, "attached".parse().unwrap())
     );
     assert!(settings.require_rdma && settings.shared_storage.is_none());
     let path = PathBuf::from("/opt/ucx/lib/libucp.so.0");
@@ -175,6 +175,16 @@ fn what_is_wrong_is_named_with_key_value_range_and_origin() {
         error(json!({"side_channel_prot": null})),
         "KvferryConnector: the unknown key \"side_channel_prot\" in kv_connector_extra_config; did you mean \
          \"side_channel_port\"?"
+    );
+    assert_eq!(
+        error(json!({"num_threads": 4})),
+        "KvferryConnector: the unknown key \"num_threads\" in kv_connector_extra_config; it is one of NixlConnector, \
+         and workers serves in its place"
+    );
+    let text = error(json!({"foo": 1}));
+    assert!(
+        text.contains("; there are lease_duration, lease_max, "),
+        "{text}"
     );
     assert_eq!(
         error(json!({"shared_storage_io_threads": 3})),
@@ -222,7 +232,7 @@ fn what_is_wrong_is_named_with_key_value_range_and_origin() {
     );
     let long = error(json!({"lane": "x".repeat(10_000)}));
     assert!(
-        long.len() < 400 && long.contains("xxx..., expected auto, mapped"),
+        long.len() < 400 && long.contains("xxx..., expected auto, native"),
         "{long}"
     );
     for wrong in [
@@ -237,7 +247,10 @@ fn what_is_wrong_is_named_with_key_value_range_and_origin() {
         json!({"lease_duration": "inf"}),
         json!({"lease_duration": [30]}),
         json!({"side_channel_host": ""}),
+        json!({"lane": "mapped"}),
         json!({"advertise_host": "a b"}),
+        json!({"advertise_host": "abc!"}),
+        json!({"shared_storage_path": "kv"}),
         json!({"ucx": "1.22"}),
         json!({"shared_storage_path": ""}),
         json!({"side_channel_port": 65_536}),
@@ -249,6 +262,21 @@ fn what_is_wrong_is_named_with_key_value_range_and_origin() {
             "{text}"
         );
     }
+}
+
+#[test]
+fn what_is_set_is_shown_with_its_origin() {
+    let env = |name: &str| (name == "KVFERRY_LANE").then(|| "served".to_owned());
+    let config = json!({"lane": "auto", "lease_duration": "5", "devices": null});
+    let chosen = Settings::chosen(config.as_object().unwrap(), env);
+    assert_eq!(
+        chosen,
+        ["lease_duration=\"5\"", "lane=\"served\" (KVFERRY_LANE)"]
+    );
+    assert_eq!(
+        StorageOnly::chosen(&Params::new(), env),
+        Vec::<String>::new()
+    );
 }
 
 #[test]
@@ -366,11 +394,17 @@ fn valid(key: &'static Key<Draft>) -> BoxedStrategy<(Value, String)> {
             .boxed(),
         Kind::Text(..) => {
             let texts: Vec<&str> = match key.name {
-                "lane" => vec!["auto", "mapped", "native", "attached", "served"],
+                "lane" => vec!["auto", "native", "attached", "served"],
                 "transports" => vec!["all", "tcp", "rc,tcp", "^sm"],
                 "devices" => vec!["all", "eth0", "mlx5_0:1,mlx5_1:1"],
                 "ucx" => vec!["system", "libucx", "./libucp.so"],
-                _ => vec!["localhost", "/mnt/kv"],
+                "shared_storage_path" => vec!["/", "/mnt/kv"],
+                _ => vec![
+                    "localhost",
+                    "10.0.0.7",
+                    "[fe80::1%eth0]",
+                    "decode-1.example",
+                ],
             };
             prop::sample::select(texts)
                 .prop_map(|text| (json!(text), text.to_owned()))
@@ -430,11 +464,11 @@ proptest! {
             (read(&config).unwrap_err(), KVFERRY),
             (read_storage(&config).unwrap_err(), STORAGE),
         ] {
-            let SettingsError::UnknownKey { key: named, nearest, .. } = error else {
+            let SettingsError::UnknownKey { key: named, suggestion, .. } = error else {
                 panic!("{error}");
             };
             prop_assert_eq!(&named, &key);
-            prop_assert!(keys.iter().any(|it| it.name == nearest));
+            prop_assert!(keys.iter().any(|it| suggestion.contains(it.name)), "{}", suggestion);
         }
     }
 }

@@ -62,7 +62,7 @@ fn a_refused_connection_says_what_to_start() {
     assert!(error.is_transient());
     let text = error.to_string();
     assert!(
-        text.contains(&address.to_string()) && text.contains("kvferry serve"),
+        text.contains(&address.to_string()) && text.contains("is the producer running"),
         "{text}"
     );
 }

@@ -85,7 +85,8 @@ impl Loader {
         {
             let failed = borrowed.failed_blocks();
             self.report(request.clone(), Some(LoadFailure::Peer), failed);
-            self.warn(request, "its producer ended before it confirmed the lease");
+            let reason = "its producer ended before it confirmed the lease";
+            self.warn(request, LoadFailure::Peer, reason);
         }
     }
 
@@ -172,6 +173,7 @@ impl Loader {
                 Answer::Verdict(_) => Some(LoadFailure::Lease),
                 Answer::Nothing => Some(LoadFailure::Unconfirmed),
             };
+            let timeout = self.config.borrow.confirm_timeout;
             let failed = match failure {
                 None => Vec::new(),
                 Some(_) => borrowed.failed_blocks(),
@@ -180,8 +182,16 @@ impl Loader {
                 self.counters.confirmed(quiet_at.elapsed());
             }
             self.report(request.clone(), failure, failed);
-            if failure.is_some() {
-                self.warn(request, &format!("its lease is not confirmed: {answer:?}"));
+            if let Some(failure) = failure {
+                let why = match answer {
+                    Answer::Verdict(verdict) => verdict.to_string(),
+                    Answer::Nothing => format!("no answer from the producer within {timeout:?}"),
+                };
+                self.warn(
+                    request,
+                    failure,
+                    &format!("its lease is not confirmed: {why}"),
+                );
             }
         }
         if self.requests.get(request).is_some_and(Borrowed::is_over) {

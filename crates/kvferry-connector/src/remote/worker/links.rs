@@ -33,9 +33,8 @@ const PAUSE: Duration = Duration::from_millis(250);
 /// Why there is no connection.
 #[derive(Clone, Debug, Error)]
 pub(crate) enum LinkError {
-    #[error("its directory at {address}: {error}")]
+    #[error("{error}")]
     Directory {
-        address: String,
         error: std::sync::Arc<DirectoryError>,
     },
     #[error(
@@ -63,9 +62,9 @@ impl LinkError {
             Self::OtherEngine { .. } | Self::Layout(_) => LoadFailure::Rejected,
             Self::Thread(_) => LoadFailure::Local,
             Self::Connect(error) => match &**error {
-                ConnectError::BadDescription { .. } | ConnectError::LaneUnavailable { .. } => {
-                    LoadFailure::Rejected
-                }
+                ConnectError::BadDescription { .. }
+                | ConnectError::LaneUnavailable { .. }
+                | ConnectError::NoRdma { .. } => LoadFailure::Rejected,
                 _ => LoadFailure::Peer,
             },
             Self::Directory { .. } | Self::Busy => LoadFailure::Peer,
@@ -76,7 +75,7 @@ impl LinkError {
     /// listens at its address, or somebody else does.
     pub(crate) fn is_gone(&self) -> bool {
         match self {
-            Self::Directory { error, .. } => {
+            Self::Directory { error } => {
                 matches!(**error, DirectoryError::ConnectionRefused { .. })
             }
             Self::OtherEngine { .. } => true,
@@ -259,7 +258,6 @@ impl Attempt {
         let address = &self.source.directory;
         let listing =
             fetch(address, Some(&[rank]), self.timeout).map_err(|error| LinkError::Directory {
-                address: address.clone(),
                 error: std::sync::Arc::new(error),
             })?;
         if listing.engine.as_str() != self.source.engine {

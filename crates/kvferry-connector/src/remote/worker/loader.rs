@@ -14,11 +14,11 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, RecvTimeoutError, Sender};
-use kvferry_engine::{BlockPair, Engine, LogLimit, PeerId, ReadError, Transfer};
+use kvferry_engine::{BlockPair, Engine, LogLimits, PeerId, ReadError, Transfer};
 use kvferry_wire::RequestId;
 
 use super::checksums::{Hashing, Sums};
-use super::links::{Known, LOG_PERIOD, Link, LinkError, Links, RankOf};
+use super::links::{Known, Link, LinkError, Links, RankOf};
 use super::request::{Borrowed, Phase, Reading, failure_of};
 use super::stats::LoaderCounters;
 use crate::contract::{LoadFailure, Received};
@@ -27,6 +27,8 @@ use crate::remote::{Load, Plan, RemoteConfig};
 
 /// How often links that held leases lack are asked for again.
 const RETRY: Duration = Duration::from_millis(500);
+
+const ABORTED: &str = "the request was given up";
 
 /// What the loader waits for.
 #[derive(Debug)]
@@ -83,7 +85,7 @@ pub(super) struct Loader {
     /// When to end at the latest.
     pub(super) stopping: Option<Instant>,
     pub(super) counters: Arc<LoaderCounters>,
-    log: LogLimit,
+    log: LogLimits,
 }
 
 /// Wakes the loader for a transfer.
@@ -130,14 +132,17 @@ impl Loader {
             next_number: 0,
             stopping: None,
             counters,
-            log: LogLimit::new(LOG_PERIOD),
+            log: LogLimits::default(),
         }
     }
 
-    /// Says why a load will fail, not too often (C119).
-    pub(super) fn warn(&mut self, request: &RequestId, reason: &str) {
-        if let Some(held_back) = self.log.admit(Instant::now()) {
-            tracing::warn!(%request, reason, held_back, "a load fails");
+    /// Says why a load fails, not too often (C119); an abort is nobody's failure.
+    pub(super) fn warn(&mut self, request: &RequestId, failure: LoadFailure, reason: &str) {
+        let cause = failure.name();
+        if failure == LoadFailure::Aborted {
+            tracing::debug!(%request, cause, reason, "a load fails");
+        } else if let Some(held_back) = self.log.admit(cause, "", Instant::now()) {
+            tracing::warn!(%request, cause, reason, held_back, "a load fails");
         }
     }
 
@@ -269,24 +274,21 @@ impl Loader {
         };
         let (theirs, ours) = (borrowed.lease.source.ranks, self.config.ranks);
         let early = if borrowed.aborted {
-            Some(LoadFailure::Aborted)
+            Some((LoadFailure::Aborted, ABORTED.to_owned()))
         } else if borrowed.lost {
-            Some(LoadFailure::Lease)
+            let reason = "its lease had ended before it could be read";
+            Some((LoadFailure::Lease, reason.to_owned()))
         } else if borrowed.blocks.is_empty() {
-            Some(LoadFailure::Local)
+            Some((LoadFailure::Local, "there are no blocks to read".to_owned()))
         } else if theirs != ours {
-            Some(LoadFailure::Rejected)
+            let reason =
+                format!("the producer has {theirs} ranks and we have {ours}: not supported");
+            Some((LoadFailure::Rejected, reason))
         } else {
             None
         };
-        if let Some(failure) = early {
-            if failure == LoadFailure::Rejected {
-                self.warn(
-                    request,
-                    &format!("the producer has {theirs} ranks and we have {ours}: not supported"),
-                );
-            }
-            self.fail(request, failure);
+        if let Some((failure, reason)) = early {
+            self.fail(request, failure, &reason);
             return true;
         }
         let rank = (borrowed.lease.source.clone(), self.rank);
@@ -294,19 +296,22 @@ impl Loader {
         let link = match self.links.get(&rank, now) {
             Known::Ready(link) => link.clone(),
             Known::Failed(error) => {
-                let failure = error.failure();
-                self.fail(request, failure);
+                let (failure, reason) = (error.failure(), error.to_string());
+                self.fail(request, failure, &reason);
                 return true;
             }
             Known::Connecting if now >= until => {
-                self.fail(request, LoadFailure::Peer);
+                let timeout = self.config.connect_timeout;
+                let reason = format!("its producer is not connected after {timeout:?}");
+                self.fail(request, LoadFailure::Peer, &reason);
                 return true;
             }
             Known::Connecting => return false,
         };
         if link.instance.is_some_and(|of| of != instance) {
             // Another life of the producer: it knows nothing of the lease.
-            self.fail(request, LoadFailure::Lease);
+            let reason = "its producer was started anew, and holds nothing for it";
+            self.fail(request, LoadFailure::Lease, reason);
             return true;
         }
         if self.reading >= self.config.max_concurrent_loads {
@@ -321,7 +326,6 @@ impl Loader {
             return;
         };
         let mut reading = Reading::of(link.peer.clone());
-        let mut refused = None;
         for group in &borrowed.blocks {
             let pairs: Vec<BlockPair> = group
                 .local
@@ -343,8 +347,7 @@ impl Loader {
             match started {
                 Ok(transfer) => reading.transfers.push(Some(transfer)),
                 Err((failure, error)) => {
-                    refused = Some(error);
-                    reading.failure = Some(failure);
+                    reading.failure = Some((failure, format!("its read was refused: {error}")));
                     break;
                 }
             }
@@ -360,9 +363,6 @@ impl Loader {
         self.reading += 1;
         self.reading_since.get_or_insert_with(Instant::now);
         self.counters.started();
-        if let Some(error) = refused {
-            self.warn(request, &format!("its read was refused: {error}"));
-        }
         self.advance(request);
     }
 
@@ -394,7 +394,7 @@ impl Loader {
                     }
                     Err(error) => {
                         tracing::debug!(%request, %error, "a transfer of a load failed");
-                        failure = failure.or(Some(failure_of(&error)));
+                        failure = failure.or_else(|| Some((failure_of(&error), error.to_string())));
                     }
                 }
             }
@@ -413,7 +413,7 @@ impl Loader {
         if reading.transfers.iter().any(Option::is_some) {
             return;
         }
-        let (failure, peer) = (reading.failure, reading.peer.clone());
+        let (failure, peer) = (reading.failure.take(), reading.peer.clone());
         let blocks = match failure {
             None => borrowed.blocks.iter().map(|group| group.local.len()).sum(),
             Some(_) => 0,
@@ -432,16 +432,16 @@ impl Loader {
         match failure {
             None if !borrowed.aborted && self.config.verify => self.verify(request, peer, now),
             None if !borrowed.aborted => self.release(request, true),
-            None => self.fail(request, LoadFailure::Aborted),
-            Some(_) if borrowed.aborted => self.fail(request, LoadFailure::Aborted),
-            Some(failure) => self.fail(request, failure),
+            Some((failure, reason)) if !borrowed.aborted => self.fail(request, failure, &reason),
+            _ => self.fail(request, LoadFailure::Aborted, ABORTED),
         }
     }
 
     /// A load has failed, and nothing of it is under way: reported now, and released.
-    pub(super) fn fail(&mut self, request: &RequestId, failure: LoadFailure) {
+    pub(super) fn fail(&mut self, request: &RequestId, failure: LoadFailure, reason: &str) {
         if let Some(borrowed) = self.requests.get(request) {
             let blocks = borrowed.failed_blocks();
+            self.warn(request, failure, reason);
             self.report(request.clone(), Some(failure), blocks);
             self.release(request, false);
         }
@@ -479,7 +479,7 @@ impl Loader {
                     .for_each(Transfer::cancel);
             }
             // What the comparison still looks at may be overwritten: nobody hears of it.
-            Phase::Verifying(_) => self.fail(request, LoadFailure::Aborted),
+            Phase::Verifying(_) => self.fail(request, LoadFailure::Aborted, ABORTED),
             Phase::Held | Phase::Releasing { .. } => {}
         }
     }

@@ -17,7 +17,10 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, unbounded};
-use kvferry_engine::{Engine, EngineBuilder, EngineConfig, EngineError, Region, Table, TableSpec};
+use kvferry_engine::fabric::NativeReads;
+use kvferry_engine::{
+    Engine, EngineBuilder, EngineConfig, EngineError, Lane, LaneChoice, Region, Table, TableSpec,
+};
 use kvferry_wire::checksum::CHECKSUM_CHANNEL;
 use kvferry_wire::lease::LEASE_CHANNEL;
 use kvferry_wire::{Epoch, Instance, MemoryKind, Rank, RequestId};
@@ -62,9 +65,6 @@ pub struct RemoteWorker {
     /// What the next report tells the scheduler half.
     own: Report,
     counters: Arc<LoaderCounters>,
-    /// Of the last answer.
-    lease_figures: LeaseSnapshot,
-    asked: Option<Receiver<LeaseSnapshot>>,
     is_shut_down: bool,
 }
 
@@ -164,6 +164,16 @@ impl RemoteWorker {
             .service(LEASE_CHANNEL, Box::new(service))
             .service(CHECKSUM_CHANNEL, Box::new(checksums));
         let engine = start(builder)?;
+        let setting = match config.lane {
+            _ if engine.config().require_rdma => Some("require_rdma"),
+            LaneChoice::Pinned(Lane::Native) => Some("lane native"),
+            _ => None,
+        };
+        if let (Some(setting), Some(NativeReads::Unavailable(reason))) =
+            (setting, engine.native_reads())
+        {
+            return Err(RemoteError::NoRdma { setting, reason });
+        }
         let waking = engine.clone();
         // A stopped engine needs no waking.
         leases.wake_with(move || drop(waking.wake_services()));
@@ -184,8 +194,6 @@ impl RemoteWorker {
             sent: Sent::default(),
             own: Report::default(),
             counters,
-            lease_figures: LeaseSnapshot::default(),
-            asked: None,
             is_shut_down: false,
         })
     }
@@ -449,15 +457,7 @@ impl WorkerConnector for RemoteWorker {
         figures.add(LOADER, &loader);
         figures.add_times(LOADER_TIMES, &loader);
         figures.add(ENGINE, &self.engine.counters());
-        // The progress thread answers until the next call.
-        if let Some(Ok(answer)) = self.asked.as_ref().map(Receiver::try_recv) {
-            self.lease_figures = answer;
-            self.asked = None;
-        }
-        if self.asked.is_none() {
-            self.asked = self.leases.ask_snapshot().ok();
-        }
-        figures.add(LEASES, &self.lease_figures);
+        figures.add(LEASES, &self.leases.latest());
     }
 
     fn shutdown(&mut self, within: Duration) {

@@ -54,8 +54,8 @@ pub(super) struct Reading {
     pub(super) peer: Peer,
     /// One per group; `None` once it has ended.
     pub(super) transfers: Vec<Option<Transfer>>,
-    /// The first failure.
-    pub(super) failure: Option<LoadFailure>,
+    /// The first failure, and what was said of it.
+    pub(super) failure: Option<(LoadFailure, String)>,
     /// Bytes that have arrived, in so many runs.
     pub(super) bytes: u64,
     pub(super) operations: u64,

@@ -49,7 +49,11 @@ impl Loader {
             return;
         };
         let Some(hashing) = self.hashing.clone() else {
-            return self.fail(request, LoadFailure::Local);
+            return self.fail(
+                request,
+                LoadFailure::Local,
+                "nothing computes checksums here",
+            );
         };
         let load = borrowed.load;
         let question = encode_ask(load, flat(&borrowed.blocks, |pairs| &pairs.remote));
@@ -63,11 +67,8 @@ impl Loader {
             Err(error) => Err((LoadFailure::Local, error.to_string())),
         };
         if let Err((failure, error)) = asked {
-            self.warn(
-                request,
-                &format!("its producer was not asked for checksums: {error}"),
-            );
-            return self.fail(request, failure);
+            let reason = format!("its producer was not asked for checksums: {error}");
+            return self.fail(request, failure, &reason);
         }
         borrowed.phase = Phase::Verifying(Box::new(Verifying {
             peer,
@@ -102,8 +103,8 @@ impl Loader {
                 self.compare(&request);
             }
             Err(why) => {
-                self.warn(&request, &format!("no checksums of its blocks here: {why}"));
-                self.fail(&request, LoadFailure::Local);
+                let reason = format!("no checksums of its blocks here: {why}");
+                self.fail(&request, LoadFailure::Local, &reason);
             }
         }
     }
@@ -122,8 +123,8 @@ impl Loader {
                 self.compare(&request);
             }
             Err(why) => {
-                self.warn(&request, &format!("its producer gives no checksums: {why}"));
-                self.fail(&request, LoadFailure::Unconfirmed);
+                let reason = format!("its producer gives no checksums: {why}");
+                self.fail(&request, LoadFailure::Unconfirmed, &reason);
             }
         }
     }
@@ -142,11 +143,8 @@ impl Loader {
         let remote = flat(&borrowed.blocks, |pairs| &pairs.remote);
         if ours.len() != local.len() || theirs.len() != local.len() {
             let (got, blocks) = (theirs.len(), local.len());
-            self.warn(
-                request,
-                &format!("its producer gives {got} checksums of {blocks} blocks"),
-            );
-            return self.fail(request, LoadFailure::Rejected);
+            let reason = format!("its producer gives {got} checksums of {blocks} blocks");
+            return self.fail(request, LoadFailure::Rejected, &reason);
         }
         let pairs = local.iter().zip(&remote);
         let compared = pairs.zip(ours.iter().zip(theirs));
@@ -166,8 +164,7 @@ impl Loader {
                     here.group,
                     there.block
                 );
-                self.warn(request, &reason);
-                self.fail(request, LoadFailure::Corrupt);
+                self.fail(request, LoadFailure::Corrupt, &reason);
             }
         }
     }
@@ -184,8 +181,8 @@ impl Loader {
             .filter_map(|(request, borrowed)| Some((request.clone(), over(borrowed)?)))
             .collect();
         for (request, failure) in ended {
-            self.warn(&request, "its producer has not said what its checksums are");
-            self.fail(&request, failure);
+            let reason = "its producer has not said what its checksums are";
+            self.fail(&request, failure, reason);
         }
     }
 }
