@@ -45,6 +45,8 @@ impl Bench {
             model: "model".into(),
             layout: "layout".into(),
             block_tokens: vec![TOKENS],
+            reach: Vec::new(),
+            role: Role::Both,
             world: 1,
             one_pool: true,
         };

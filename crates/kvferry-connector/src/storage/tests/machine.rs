@@ -39,6 +39,8 @@ pub(super) fn config(path: &Path) -> StorageConfig {
         model: "tiny".to_owned(),
         layout: "LBHNC float32".to_owned(),
         block_tokens: vec![BLOCK],
+        reach: Vec::new(),
+        role: Role::Both,
         world: 1,
         one_pool: false,
     }

@@ -4,7 +4,7 @@ use kvferry_engine::HostPool;
 
 use super::super::{BlockKey, KeyedBlock, StorageSettings};
 use super::*;
-use crate::contract::{CacheGroup, CacheLayer};
+use crate::contract::{CacheGroup, CacheLayer, Role};
 
 /// A worker whose disk never answers: its jobs stay where they are.
 fn stuck(
@@ -21,6 +21,8 @@ fn stuck(
         model: "tiny".to_owned(),
         layout: "LBHNC float32".to_owned(),
         block_tokens: vec![4],
+        reach: Vec::new(),
+        role: Role::Both,
         world: 1,
         one_pool: true,
     };
