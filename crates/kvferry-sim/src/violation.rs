@@ -4,7 +4,7 @@
 //! [`kvferry_connector::contract`], the third what holds of blocks and bytes whatever happens. A run
 //! ends at its first violation.
 
-use kvferry_connector::contract::RegisterCacheError;
+use kvferry_connector::contract::{RegisterCacheError, WorkerLost};
 use kvferry_engine::MemoryError;
 use kvferry_wire::RequestId;
 use thiserror::Error;
@@ -86,6 +86,9 @@ pub enum Violation {
     },
 
     // The contract.
+    /// A rank has lost a thread, and reports nothing any more.
+    #[error(transparent)]
+    WorkerLost(#[from] WorkerLost),
     /// A rank reported the same twice.
     #[error("rank {rank} reported {request:?} as {kind} twice")]
     ReportedTwice {

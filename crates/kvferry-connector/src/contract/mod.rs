@@ -42,7 +42,7 @@ pub use scheduler::{
     Scheduled, SchedulerConnector, StepView,
 };
 pub use worker::{
-    CacheGroup, CacheLayer, CacheLayout, RegisterCacheError, WorkerConnector,
+    CacheGroup, CacheLayer, CacheLayout, RegisterCacheError, WorkerConnector, WorkerLost,
 };
 
 /// The block that no request owns: it stands where a group keeps nothing (a window that has moved

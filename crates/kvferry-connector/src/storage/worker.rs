@@ -24,7 +24,7 @@ use super::stats::{WorkerCounters, add, subtract};
 use super::{StorageConfig, StorageConfigError, StorageWorkerStats};
 use crate::contract::{
     CacheLayout, FailedBlock, LoadFailure, Received, RegisterCacheError, ReportPart, StepPlan,
-    WorkerConnector, WorkerReport,
+    WorkerConnector, WorkerLost, WorkerReport,
 };
 use crate::metrics::{Figures, STORAGE_WORKER};
 
@@ -353,7 +353,7 @@ impl WorkerConnector for StorageWorker {
         self.start_saves();
     }
 
-    fn take_report(&mut self) -> WorkerReport {
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
         self.drain();
         self.give_up_the_late();
         let mut report = take(&mut self.report);
@@ -362,7 +362,7 @@ impl WorkerConnector for StorageWorker {
                 ended: take(&mut self.ended),
             }));
         }
-        report
+        Ok(report)
     }
 
     fn figures(&mut self, figures: &mut Figures) {

@@ -10,4 +10,5 @@ mod faults;
 mod groups;
 mod leases;
 mod loads;
+mod lost;
 mod seed;

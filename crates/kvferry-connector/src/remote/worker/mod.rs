@@ -6,6 +6,7 @@
 mod leases;
 mod links;
 mod loader;
+mod lost;
 mod request;
 mod stats;
 
@@ -25,7 +26,8 @@ use self::stats::LoaderCounters;
 pub use self::stats::LoaderStats;
 use super::{RemoteConfig, RemoteError, Report, rank_of};
 use crate::contract::{
-    CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerReport,
+    CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerLost,
+    WorkerReport,
 };
 use crate::lease::{
     BorrowControl, LeaseControl, LeaseEvent, LeaseService, LeaseSnapshot, StepLeases,
@@ -58,6 +60,8 @@ pub struct RemoteWorker {
     /// Of the last answer.
     lease_figures: LeaseSnapshot,
     asked: Option<Receiver<LeaseSnapshot>>,
+    /// Once a thread has ended by itself.
+    lost: Option<WorkerLost>,
     is_shut_down: bool,
 }
 
@@ -172,6 +176,7 @@ impl RemoteWorker {
             counters: Arc::default(),
             lease_figures: LeaseSnapshot::default(),
             asked: None,
+            lost: None,
             is_shut_down: false,
         })
     }
@@ -378,7 +383,7 @@ impl WorkerConnector for RemoteWorker {
 
     fn end_step(&mut self) {}
 
-    fn take_report(&mut self) -> WorkerReport {
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
         let mut all = WorkerReport::default();
         while let Ok(event) = self.leases.events().try_recv() {
             self.lease_event(event);
@@ -396,7 +401,9 @@ impl WorkerConnector for RemoteWorker {
         if self.own != Report::default() {
             all.part = Some(ReportPart::Remote(std::mem::take(&mut self.own)));
         }
-        all
+        // After what was taken out: an end that comes of a thread's end is seen with it.
+        self.check_threads()?;
+        Ok(all)
     }
 
     fn figures(&mut self, figures: &mut Figures) {

@@ -224,7 +224,7 @@ impl Machine {
             .ranks
             .iter_mut()
             .zip(0..)
-            .map(|(rank, number)| (number, rank.worker.take_report()));
+            .map(|(rank, number)| (number, rank.worker.take_report().unwrap()));
         let all = self.aggregator.take(reports.collect::<Vec<_>>());
         self.scheduler.on_report(&all);
         self.received.extend(all.received);

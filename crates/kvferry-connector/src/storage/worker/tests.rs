@@ -66,7 +66,7 @@ fn block(block: u32) -> KeyedBlock {
 fn reports(worker: &mut StorageWorker, done: impl Fn(&WorkerReport) -> bool) -> WorkerReport {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
-        let report = worker.take_report();
+        let report = worker.take_report().unwrap();
         if done(&report) {
             return report;
         }
@@ -92,14 +92,14 @@ fn c56_a_disk_that_never_answers_costs_loads_and_saves_by_their_deadline() {
     let jobs: Vec<_> = loads.try_iter().collect();
     assert!(jobs[1].claim.begin());
     until_late(&mut worker);
-    assert!(worker.take_report().received.is_empty());
+    assert!(worker.take_report().unwrap().received.is_empty());
     assert!(
         !jobs[0].claim.begin(),
         "a block that was given up may still be written"
     );
     assert!(jobs[1].claim.end());
     worker.loaded(0, 1, Ok(()));
-    let received = worker.take_report().received;
+    let received = worker.take_report().unwrap().received;
     let failed = vec![FailedBlock { group: 0, block: 1 }];
     assert_eq!(
         received,
@@ -111,7 +111,7 @@ fn c56_a_disk_that_never_answers_costs_loads_and_saves_by_their_deadline() {
     );
     // What the thread says of it when it comes back after all is not news.
     worker.loaded(0, 0, Ok(()));
-    assert!(worker.take_report().is_empty());
+    assert!(worker.take_report().unwrap().is_empty());
     // Saves: one that waits, one whose block was read already. Both let go, and the request with them.
     let save = |number| Save {
         number,
@@ -167,7 +167,7 @@ fn c23_an_aborted_load_is_reported_at_once_whatever_the_disk_does() {
         failure: Some(LoadFailure::Aborted),
         failed,
     };
-    assert_eq!(worker.take_report().received, [expected]);
+    assert_eq!(worker.take_report().unwrap().received, [expected]);
     assert!(jobs.iter().all(|job| !job.claim.begin()));
     assert_eq!(worker.stats().loads_cancelled, 2);
 }
@@ -175,7 +175,7 @@ fn c23_an_aborted_load_is_reported_at_once_whatever_the_disk_does() {
 fn until_late(worker: &mut StorageWorker) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while worker.stats().loads_cancelled == 0 {
-        assert!(worker.take_report().is_empty() && Instant::now() < deadline);
+        assert!(worker.take_report().unwrap().is_empty() && Instant::now() < deadline);
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -230,7 +230,7 @@ impl Hung {
         self.worker.release_blocks(&plan);
         self.worker.begin_step(plan);
         self.worker.end_step();
-        let report = self.worker.take_report();
+        let report = self.worker.take_report().unwrap();
         let all = self.ranks.take([(0, report)]);
         self.scheduler.on_report(&all);
     }
@@ -369,7 +369,7 @@ fn what_waits_for_a_thread_is_bounded() {
         ..Plan::default()
     }));
     worker.end_step();
-    let report = worker.take_report();
+    let report = worker.take_report().unwrap();
     let Some(ReportPart::Storage(report)) = report.part else {
         panic!("{report:?}");
     };
