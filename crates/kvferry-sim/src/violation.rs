@@ -294,6 +294,18 @@ pub enum Violation {
         /// What became of it.
         reason: String,
     },
+    /// A token looks back at a block that a window has dropped: the whole prompt was offered where its last token needs
+    /// one (or the simulator is wrong).
+    #[error(
+        "position {position} of cache group {group} is looked at and has no block; the whole prompt was offered, and its \
+         last token needs one that the window has dropped"
+    )]
+    NoBlock {
+        /// The position.
+        position: u32,
+        /// The group.
+        group: u32,
+    },
     /// The simulator's own bookkeeping does not fit together.
     #[error("the simulator is wrong: {0}")]
     Simulator(&'static str),
