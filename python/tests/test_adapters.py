@@ -115,6 +115,25 @@ def test_requests_without_parameters_cost_nothing_and_are_never_asked_about() ->
     side.shutdown()
 
 
+@pytest.mark.parametrize("extra", [{}, {"lane": "served"}])
+def test_a_producer_with_a_directory_looks_nothing_up(tmp_path: Any, extra: dict[str, Any]) -> None:
+    connector = "KvferryConnector" if extra else "KvferryStorageConnector"
+
+    def side(role: str) -> SchedulerSide:
+        config = vllm_config("engine", role=role, shared_storage_path=str(tmp_path), **extra)
+        return SchedulerSide(_setup.of(connector, config, cache_config(GROUP, 8)))
+
+    def lookups(side: SchedulerSide) -> int:
+        asked = request("r1", list(range(100)))
+        side.new_request(asked)
+        side.matched_tokens(asked, 0)
+        counters, _, _ = side.half.figures()
+        side.shutdown()
+        return int(counters.get("kvferry_storage_lookups_total", 0))
+
+    assert [lookups(side(role)) for role in ("kv_producer", "kv_consumer", "kv_both")] == [0, 1, 1]
+
+
 def test_an_export_holds_its_blocks_and_offers_them_in_nixl_connectors_words() -> None:
     side = SchedulerSide(setup(engine="prefill-7"))
     prompt = list(range(40))

@@ -23,6 +23,7 @@ pub(crate) fn run(args: &SimArgs) -> Result<ExitCode, CliError> {
         requests: args.requests,
         seed: args.seed,
         faults: args.faults.into(),
+        keeps_last: false,
         ..Options::default()
     };
     let report = play(args, &options)?;

@@ -390,12 +390,23 @@ impl Engine {
         self.shared().submit(Command::WakeServices)
     }
 
+    /// Whether it runs: its progress thread has neither been shut down nor panicked. After a panic every transfer ends
+    /// and calls fail, but services are gone, and what they were to tell nobody tells.
+    ///
+    /// # Errors
+    /// [`EngineError::Panicked`], from before the first transfer ends by that; [`EngineError::Stopped`],
+    /// [`EngineError::Forked`].
+    pub fn check(&self) -> Result<(), EngineError> {
+        self.shared().check_panicked()?;
+        self.shared().check()
+    }
+
     /// Says goodbye to all peers, ends what is in flight and stops the progress thread, all by
     /// `timeout`. Every handle is of no use afterwards.
     ///
     /// # Errors
-    /// [`EngineError::NoAnswer`] if the thread did not end in time, [`EngineError::Stopped`] if it
-    /// had ended before.
+    /// [`EngineError::NoAnswer`] if the thread did not end in time, [`EngineError::Stopped`] or
+    /// [`EngineError::Panicked`] if it had ended before.
     pub fn shutdown(&self, timeout: Duration) -> Result<(), EngineError> {
         let deadline = deadline_in(timeout);
         self.shared().ask(

@@ -2,6 +2,7 @@
 //! ([`ErrorClass::Local`]), this connection ([`ErrorClass::Peer`]), this reference
 //! ([`ErrorClass::Rejected`]). Only the second closes an endpoint.
 
+use std::any::Any;
 use std::fmt;
 use std::time::Duration;
 
@@ -43,6 +44,19 @@ impl FabricError {
     }
 }
 
+/// What a panic said, as far as it said it in words.
+///
+/// ```
+/// let panic = std::panic::catch_unwind(|| panic!("no {}", "reason")).unwrap_err();
+/// assert_eq!(kvferry_engine::panic_message(&*panic), "no reason");
+/// ```
+#[must_use]
+pub fn panic_message(payload: &(dyn Any + Send)) -> &str {
+    let text = payload.downcast_ref::<&str>().copied();
+    text.or_else(|| payload.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("a panic without words")
+}
+
 /// Why an engine did not start or does not answer.
 #[derive(Debug, Error)]
 #[non_exhaustive]
@@ -71,6 +85,12 @@ pub enum EngineError {
     /// The engine was shut down.
     #[error("the engine has been shut down")]
     Stopped,
+    /// A part of the engine, or a service, panicked, and the progress thread has ended.
+    #[error("the engine's progress thread panicked: {reason}; start the process anew")]
+    Panicked {
+        /// What the panic said.
+        reason: String,
+    },
     /// The progress thread did not answer in time.
     #[error(
         "the engine did not answer {what} within {waited:?}; a service may be blocking its thread"

@@ -34,7 +34,11 @@ impl Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
-        // Done already unless the thread ends by a panic.
+        // Done already unless the thread ends by a panic, which then is one of the end itself.
+        if std::thread::panicking() {
+            self.0
+                .mark_panicked("a panic while the engine was taken down");
+        }
         self.0.mark_stopped();
         self.0.refuse_commands();
         running().retain(|shared| !Arc::ptr_eq(shared, &self.0));

@@ -62,7 +62,7 @@ pub use counters::CounterSnapshot;
 pub use engine::{Engine, EngineBuilder};
 pub use error::{
     ChecksumError, ChunkOfRegion, ConnectError, DeregisterError, EngineError, ErrorClass,
-    ReadError, RegisterError, SendError, TableError, TransferError,
+    ReadError, RegisterError, SendError, TableError, TransferError, panic_message,
 };
 pub use fabric::{
     Fabric, FabricError, Fault, FaultControl, FaultFabric, FaultRates, LoopbackFabric,

@@ -98,6 +98,8 @@ pub(crate) struct Shared {
     pub(crate) registering: Mutex<()>,
     pub(crate) started: OnceLock<Started>,
     stopped: AtomicBool,
+    /// What the panic said that ended the progress thread.
+    panicked: OnceLock<String>,
     pid: u32,
 }
 
@@ -123,6 +125,7 @@ impl Shared {
             registering: Mutex::new(()),
             started: OnceLock::new(),
             stopped: AtomicBool::new(false),
+            panicked: OnceLock::new(),
             pid: std::process::id(),
         })
     }
@@ -146,9 +149,26 @@ impl Shared {
             });
         }
         if self.stopped.load(Ordering::Acquire) {
+            self.check_panicked()?;
             return Err(EngineError::Stopped);
         }
         Ok(())
+    }
+
+    /// Notes that the progress thread has panicked; the first call counts. Before anything ends by it, so that whoever
+    /// sees such an end can know.
+    pub(crate) fn mark_panicked(&self, reason: &str) {
+        let _ = self.panicked.set(reason.to_owned());
+    }
+
+    /// Says so from the panic on, also while the fabric is still being taken down.
+    pub(crate) fn check_panicked(&self) -> Result<(), EngineError> {
+        match self.panicked.get() {
+            Some(reason) => Err(EngineError::Panicked {
+                reason: reason.clone(),
+            }),
+            None => Ok(()),
+        }
     }
 
     pub(crate) fn submit(&self, command: Command) -> Result<(), EngineError> {

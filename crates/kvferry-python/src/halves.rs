@@ -36,21 +36,23 @@ pub(crate) struct Worker {
 }
 
 impl Setup {
-    fn storage_config(&self, settings: StorageSettings) -> StorageConfig {
-        StorageConfig {
+    fn storage_config(&self, settings: StorageSettings) -> PyResult<StorageConfig> {
+        Ok(StorageConfig {
             settings,
             model: self.model.clone(),
             layout: self.layout.clone(),
             block_tokens: self.block_tokens.clone(),
+            reach: self.reach.clone(),
+            role: self.role()?,
             world: self.ranks,
             // vLLM's groups share one pool of blocks.
             one_pool: true,
-        }
+        })
     }
 
     pub(crate) fn scheduler(&self) -> PyResult<Scheduler> {
         let storage = |settings| -> PyResult<Box<dyn SchedulerConnector>> {
-            let half = StorageScheduler::new(self.storage_config(settings)).map_err(engine)?;
+            let half = StorageScheduler::new(self.storage_config(settings)?).map_err(engine)?;
             Ok(Box::new(half))
         };
         if self.connector == Kind::Storage {
@@ -90,7 +92,7 @@ impl Setup {
         fingerprint: impl IntoIterator<Item = (String, String)>,
     ) -> PyResult<Worker> {
         let storage = |settings| -> PyResult<Box<dyn WorkerConnector>> {
-            let half = StorageWorker::open(self.storage_config(settings), rank).map_err(engine)?;
+            let half = StorageWorker::open(self.storage_config(settings)?, rank).map_err(engine)?;
             Ok(Box::new(half))
         };
         if self.connector == Kind::Storage {

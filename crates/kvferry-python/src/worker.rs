@@ -125,9 +125,10 @@ impl WorkerHalf {
         self.inner.with(|inner| inner.half.end_step())
     }
 
-    /// What has ended since the last call.
+    /// What has ended since the last call. Raises `EngineError` once a thread of the rank has ended by itself.
     fn take_report<'py>(&self, py: Python<'py>) -> PyResult<Report<'py>> {
         let report = self.inner.with(|inner| inner.half.take_report())?;
+        let report = report.map_err(engine)?;
         if report.is_empty() {
             return Ok((Vec::new(), Vec::new(), Vec::new(), None));
         }

@@ -39,6 +39,9 @@ pub struct SchedulerConfig {
     pub asynchronous: bool,
     /// Slots for that many more tokens are allocated to running requests, as for speculative decoding.
     pub lookahead: u32,
+    /// Whether after a load of the whole prompt the blocks are there that its last token looks at, which is computed
+    /// again. With windows vLLM may have dropped one; connectors are not to offer the whole prompt there.
+    pub keeps_last: bool,
     /// What happens when a load fails.
     pub failure_policy: FailurePolicy,
     /// Loads that a request may have; an offer after so many failed ones is a violation. At least 1.
@@ -65,6 +68,7 @@ impl Default for SchedulerConfig {
             reserve: true,
             asynchronous: false,
             lookahead: 0,
+            keeps_last: true,
             failure_policy: FailurePolicy::Fail,
             max_tries: 2,
             zero_percent: 0,

@@ -9,11 +9,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvferry_connector::contract::{SchedulerConnector, WorkerConnector};
+use kvferry_connector::contract::{
+    Reach, Role as ConnectorRole, SchedulerConnector, WorkerConnector,
+};
 use kvferry_connector::directory::DirectoryServer;
 use kvferry_connector::lease::{BorrowConfig, LeaseConfig};
 use kvferry_connector::multi::{MultiScheduler, MultiWorker};
-use kvferry_connector::remote::{RemoteConfig, RemoteScheduler, RemoteWorker, Role as RemoteRole};
+use kvferry_connector::remote::{RemoteConfig, RemoteScheduler, RemoteWorker};
 use kvferry_connector::storage::{StorageConfig, StorageScheduler, StorageSettings, StorageWorker};
 use kvferry_engine::fabric::{Fault, FaultControl, FaultFabric, FaultRates};
 use kvferry_engine::{Engine, EngineBuilder, EngineConfig, LoopbackFabric, LoopbackNetwork};
@@ -22,6 +24,7 @@ use kvferry_wire::{EngineId, Instance, Rank};
 use crate::cluster::{ConnectorFactory, EngineSpec, FactoryError};
 use crate::config::Role;
 use crate::engine::Halves;
+use crate::model::GroupKind;
 use crate::rng::Rng;
 use crate::run::Faults;
 
@@ -136,11 +139,8 @@ impl RealFactory {
         let groups = spec.model.groups.len();
         let block_tokens = vec![spec.config.scheduler.block_tokens; groups];
         let mut config = RemoteConfig::new(EngineId::new(&*spec.config.name)?, block_tokens);
-        config.role = match spec.config.role {
-            Role::Prefill => RemoteRole::Producer,
-            Role::Decode => RemoteRole::Consumer,
-            Role::Both => RemoteRole::Both,
-        };
+        config.reach = reach(spec);
+        config.role = role(spec);
         config.ranks = spec.config.ranks;
         config.lease = LeaseConfig {
             duration: self.lease,
@@ -203,6 +203,22 @@ impl RealFactory {
     }
 }
 
+const fn role(spec: &EngineSpec<'_>) -> ConnectorRole {
+    match spec.config.role {
+        Role::Prefill => ConnectorRole::Producer,
+        Role::Decode => ConnectorRole::Consumer,
+        Role::Both => ConnectorRole::Both,
+    }
+}
+
+fn reach(spec: &EngineSpec<'_>) -> Vec<Reach> {
+    let of = |kind: &GroupKind| match *kind {
+        GroupKind::Full => Reach::All,
+        GroupKind::Window { tokens } => Reach::Window(tokens),
+    };
+    spec.model.groups.iter().map(of).collect()
+}
+
 type Made = (Box<dyn SchedulerConnector>, Vec<Box<dyn WorkerConnector>>);
 
 fn storage(spec: &EngineSpec<'_>, path: PathBuf) -> Result<Made, FactoryError> {
@@ -215,6 +231,8 @@ fn storage(spec: &EngineSpec<'_>, path: PathBuf) -> Result<Made, FactoryError> {
         model: "simulated".to_owned(),
         layout: "opaque".to_owned(),
         block_tokens: vec![spec.config.scheduler.block_tokens; groups],
+        reach: reach(spec),
+        role: role(spec),
         world: spec.config.ranks,
         one_pool: false,
     };

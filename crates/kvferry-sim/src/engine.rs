@@ -287,7 +287,7 @@ impl SimEngine {
 
     fn take_reports(&mut self, step: u64) -> Result<(), Violation> {
         for (rank, worker) in (0..).zip(&mut self.workers) {
-            let report = worker.take_report();
+            let report = worker.take_report()?;
             let received = report.received.iter().map(|received| &received.request);
             for (kind, ids) in [
                 (Kind::Received, received.collect::<Vec<_>>()),

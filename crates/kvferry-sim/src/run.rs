@@ -52,6 +52,8 @@ pub struct Options {
     pub max_groups: u32,
     /// Whether [`Faults::Harsh`] restarts engines.
     pub restarts: bool,
+    /// Whether engines are kinder than vLLM with windows ([`SchedulerConfig::keeps_last`](crate::SchedulerConfig)).
+    pub keeps_last: bool,
     /// Whether clients go away between the engines, so that a lease has to expire.
     pub abandon: bool,
     /// How long nothing may happen.
@@ -67,6 +69,7 @@ impl Default for Options {
             max_ranks: 2,
             max_groups: 2,
             restarts: true,
+            keeps_last: true,
             abandon: true,
             patience: Patience {
                 idle_ticks: 2000,

@@ -82,9 +82,7 @@ impl Runner {
                 ))
             });
             let Some((rank, place)) = place else {
-                return Err(Violation::Simulator(
-                    "a position that is looked at has no block",
-                ));
+                return Err(Violation::NoBlock { position, group });
             };
             rank.read(layer, place, head, cell)
         })?;

@@ -10,7 +10,7 @@ use std::time::Duration;
 use kvferry_connector::contract::{
     Aggregated, Allocation, CacheLayout, Capabilities, Finished, FinishedRequest, Matched,
     RegisterCacheError, RequestView, SchedulerConnector, StepPlan, StepView, WorkerConnector,
-    WorkerReport,
+    WorkerLost, WorkerReport,
 };
 use kvferry_wire::RequestId;
 use serde::{Deserialize, Serialize};
@@ -214,10 +214,10 @@ impl WorkerConnector for TracedWorker {
         self.inner.end_step();
     }
 
-    fn take_report(&mut self) -> WorkerReport {
-        let report = self.inner.take_report();
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
+        let report = self.inner.take_report()?;
         self.record("take_report", json!({ "answer": report }));
-        report
+        Ok(report)
     }
 
     fn shutdown(&mut self, within: Duration) {

@@ -4,7 +4,7 @@
 //! [`kvferry_connector::contract`], the third what holds of blocks and bytes whatever happens. A run
 //! ends at its first violation.
 
-use kvferry_connector::contract::RegisterCacheError;
+use kvferry_connector::contract::{RegisterCacheError, WorkerLost};
 use kvferry_engine::MemoryError;
 use kvferry_wire::RequestId;
 use thiserror::Error;
@@ -86,6 +86,9 @@ pub enum Violation {
     },
 
     // The contract.
+    /// A rank has lost a thread, and reports nothing any more.
+    #[error(transparent)]
+    WorkerLost(#[from] WorkerLost),
     /// A rank reported the same twice.
     #[error("rank {rank} reported {request:?} as {kind} twice")]
     ReportedTwice {
@@ -290,6 +293,18 @@ pub enum Violation {
         what: &'static str,
         /// What became of it.
         reason: String,
+    },
+    /// A token looks back at a block that a window has dropped: the whole prompt was offered where its last token needs
+    /// one (or the simulator is wrong).
+    #[error(
+        "position {position} of cache group {group} is looked at and has no block; the whole prompt was offered, and its \
+         last token needs one that the window has dropped"
+    )]
+    NoBlock {
+        /// The position.
+        position: u32,
+        /// The group.
+        group: u32,
     },
     /// The simulator's own bookkeeping does not fit together.
     #[error("the simulator is wrong: {0}")]

@@ -203,6 +203,7 @@ fn engine(rng: &mut Rng, options: &Options, name: &str, role: Role) -> EngineCon
                 false => FailurePolicy::Fail,
             },
             zero_percent: if rng.chance(30) { 20 } else { 0 },
+            keeps_last: options.keeps_last,
             less_percent: if rng.chance(30) { 20 } else { 0 },
             reuse: if rng.chance(50) {
                 Reuse::Newest

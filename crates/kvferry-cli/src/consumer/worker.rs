@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kvferry_connector::contract::{
-    CacheLayout, Received, RegisterCacheError, StepPlan, WorkerConnector, WorkerReport,
+    CacheLayout, Received, RegisterCacheError, StepPlan, WorkerConnector, WorkerLost, WorkerReport,
 };
 use kvferry_connector::remote::{LoaderStats, RemoteWorker};
 use kvferry_engine::MemoryError;
@@ -99,8 +99,8 @@ impl WorkerConnector for Watched {
         self.inner.end_step();
     }
 
-    fn take_report(&mut self) -> WorkerReport {
-        let mut report = self.inner.take_report();
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
+        let mut report = self.inner.take_report()?;
         report.received.append(&mut self.skipped);
         let good = report.received.iter().find(|it| it.failure.is_none());
         if let Some(block) = good.and_then(|load| self.last_blocks.remove(&load.request)) {
@@ -111,7 +111,7 @@ impl WorkerConnector for Watched {
             }
         }
         *self.seen.0.lock().unwrap_or_else(PoisonError::into_inner) = self.inner.loader_stats();
-        report
+        Ok(report)
     }
 
     fn shutdown(&mut self, within: Duration) {

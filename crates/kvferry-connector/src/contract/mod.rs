@@ -25,6 +25,7 @@
 mod aggregate;
 mod matched;
 mod plan;
+mod reach;
 mod report;
 mod role;
 mod scheduler;
@@ -33,13 +34,16 @@ mod worker;
 pub use aggregate::{Aggregated, Aggregator};
 pub use matched::{Matched, Offer};
 pub use plan::StepPlan;
+pub use reach::Reach;
 pub use report::{FailedBlock, LoadFailure, Received, ReportPart, WorkerReport};
 pub use role::Role;
 pub use scheduler::{
     Allocation, Capabilities, Finish, Finished, FinishedRequest, GroupBlocks, Params, RequestView,
     Scheduled, SchedulerConnector, StepView,
 };
-pub use worker::{CacheGroup, CacheLayer, CacheLayout, RegisterCacheError, WorkerConnector};
+pub use worker::{
+    CacheGroup, CacheLayer, CacheLayout, RegisterCacheError, WorkerConnector, WorkerLost,
+};
 
 /// The block that no request owns: it stands where a group keeps nothing (a window that has moved
 /// on), and is never read or written.

@@ -15,6 +15,18 @@ impl Role {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::Producer, Self::Consumer, Self::Both];
 
+    /// Whether it loads.
+    #[must_use]
+    pub const fn loads(self) -> bool {
+        !matches!(self, Self::Producer)
+    }
+
+    /// Whether it saves, sends, or holds blocks for others.
+    #[must_use]
+    pub const fn saves(self) -> bool {
+        !matches!(self, Self::Consumer)
+    }
+
     /// What it is called in `kv_role`.
     #[must_use]
     pub const fn name(self) -> &'static str {

@@ -53,6 +53,23 @@ pub struct RegisterCacheError {
     pub reason: String,
 }
 
+/// A thread of a rank's half has ended by itself. What it held is never reported: a read that was under way may still
+/// write into its blocks, so that nothing may be said of them, and nobody may have them. Whoever gets this ends the
+/// engine's process; its supervisor starts it anew.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "the {thread} of rank {rank} has ended by itself: {reason}; its loads and held blocks are never reported, so that \
+     requests would wait for ever: restart the server"
+)]
+pub struct WorkerLost {
+    /// The rank.
+    pub rank: u32,
+    /// Which thread.
+    pub thread: &'static str,
+    /// Why, in its own words.
+    pub reason: String,
+}
+
 /// A connector's worker half, for one rank.
 ///
 /// The engine calls these from one thread, around its forward; none of them waits for a peer or a
@@ -80,7 +97,10 @@ pub trait WorkerConnector: Send {
     fn end_step(&mut self);
 
     /// What has ended since the last report.
-    fn take_report(&mut self) -> WorkerReport;
+    ///
+    /// # Errors
+    /// [`WorkerLost`], from then on always: the rank cannot go on, and reports nothing any more.
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost>;
 
     /// Adds what this rank has counted. Cheap: no waiting, so a figure of another thread may be that of the call
     /// before.

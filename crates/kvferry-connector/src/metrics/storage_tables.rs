@@ -226,6 +226,14 @@ pub const STORAGE_WORKER: &[Metric<StorageWorkerStats>] = &[
         read: |it| it.saves_cancelled,
     },
     Metric {
+        name: "kvferry_storage_blocks_not_saved_total",
+        kind: Kind::Counter,
+        unit: "",
+        label: Some(("cause", "stalled")),
+        help: "Blocks that were to be written and were not; `stored`: they had a file already",
+        read: |it| it.saves_stalled,
+    },
+    Metric {
         name: "kvferry_storage_evicted_files_total",
         kind: Kind::Counter,
         unit: "",

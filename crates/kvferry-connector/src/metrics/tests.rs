@@ -170,6 +170,7 @@ fn c113_every_figure_of_a_shared_storage_has_its_own_name() {
         saves_cancelled: 4096,
         evicted: 8192,
         evicted_bytes: 16384,
+        saves_stalled: 32768,
     };
     let expected = [
         ("kvferry_storage_rank_loads_running{engine=e}", 1.0),
@@ -205,6 +206,10 @@ fn c113_every_figure_of_a_shared_storage_has_its_own_name() {
         (
             "kvferry_storage_blocks_not_saved_total{engine=e,cause=cancelled}",
             4096.0,
+        ),
+        (
+            "kvferry_storage_blocks_not_saved_total{engine=e,cause=stalled}",
+            32768.0,
         ),
         ("kvferry_storage_evicted_files_total{engine=e}", 8192.0),
         ("kvferry_storage_evicted_bytes_total{engine=e}", 16384.0),

@@ -63,7 +63,7 @@ impl fmt::Display for ConnectorKind {
 pub struct ChildConfig {
     /// Which connector.
     pub kind: ConnectorKind,
-    /// What the engine is for it.
+    /// What the engine is for it: each child has its own, which `RemotePrefill` and `SharedStorage` keep to.
     pub role: Role,
     /// Its own settings; empty if there are none. Checked by whoever makes the child.
     pub extra: Params,

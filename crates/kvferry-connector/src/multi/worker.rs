@@ -1,7 +1,6 @@
 //! The worker half: hands plans down, and reports up what the children say, counted.
 
 use std::collections::HashMap;
-use std::mem::take;
 use std::time::{Duration, Instant};
 
 use kvferry_engine::LogLimit;
@@ -10,7 +9,8 @@ use kvferry_wire::RequestId;
 use super::plan::{Chosen, Holding, Plan};
 use super::stats::MultiWorkerStats;
 use crate::contract::{
-    CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerReport,
+    CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerLost,
+    WorkerReport,
 };
 use crate::metrics::Figures;
 
@@ -155,12 +155,13 @@ impl WorkerConnector for MultiWorker {
         }
     }
 
-    fn take_report(&mut self) -> WorkerReport {
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
         let mut all = WorkerReport::default();
-        let mut children = take(&mut self.children);
+        // One that is lost takes the others' reports along: the engine ends.
+        let reports = self.children.iter_mut().map(|child| child.take_report());
+        let reports: Vec<WorkerReport> = reports.collect::<Result<_, _>>()?;
         let mut parts: Vec<WorkerReport> = Vec::new();
-        for ((child, index), place) in children.iter_mut().zip(0_u32..).zip(0_usize..) {
-            let mut report = child.take_report();
+        for ((mut report, index), place) in reports.into_iter().zip(0_u32..).zip(0_usize..) {
             if report.is_empty() {
                 continue;
             }
@@ -176,12 +177,11 @@ impl WorkerConnector for MultiWorker {
                 parts.push(report);
             }
         }
-        self.children = children;
         if !parts.is_empty() {
             parts.resize_with(self.children.len(), WorkerReport::default);
             all.part = Some(ReportPart::Multi(parts));
         }
-        all
+        Ok(all)
     }
 
     fn figures(&mut self, figures: &mut Figures) {

@@ -6,40 +6,11 @@ use std::time::Duration;
 use kvferry_engine::{EngineError, LaneChoice};
 use kvferry_wire::params::{MAX_GROUPS, MAX_RANKS};
 use kvferry_wire::{EngineId, WireError};
-use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use crate::contract::Role;
+use crate::contract::{Reach, Role};
 use crate::directory::{BindError, PublishError};
 use crate::lease::{BorrowConfig, LeaseConfig, LeaseConfigError};
-
-/// How far back a cache group's attention reaches, and so which of its blocks a scheduler keeps.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Reach {
-    /// To the first token.
-    #[default]
-    All,
-    /// Over this many tokens, the one that is computed among them; at least 1.
-    Window(u32),
-    /// To the first of this many tokens that are looked at together; at least 1.
-    Chunk(u32),
-}
-
-impl Reach {
-    /// Whether computing the last of `prompt` tokens again reaches into a block that was dropped when all of them counted
-    /// as computed. vLLM computes that token again after a load of the whole prompt, and lays blocks out as if it did not.
-    pub(super) const fn misses_the_last(self, prompt: u32, block_tokens: u32) -> bool {
-        match self {
-            Self::All => false,
-            Self::Window(window) => {
-                prompt >= window && (prompt - window + 1).is_multiple_of(block_tokens)
-            }
-            // Nothing of its chunk is kept.
-            Self::Chunk(chunk) => prompt.is_multiple_of(chunk),
-        }
-    }
-}
 
 /// Settings of both halves; they must be equal in both.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -118,8 +89,7 @@ impl RemoteConfig {
             let expected = "1 to 64 groups with blocks of at least 1 token";
             return wrong("block_tokens", format!("{:?}", self.block_tokens), expected);
         }
-        let is_zero = |reach: &Reach| matches!(reach, Reach::Window(0) | Reach::Chunk(0));
-        if self.reach.len() > groups || self.reach.iter().any(is_zero) {
+        if self.reach.len() > groups || self.reach.iter().any(|reach| reach.is_zero()) {
             let expected = "at most one for each of block_tokens, none of 0 tokens";
             return wrong("reach", format!("{:?}", self.reach), expected);
         }

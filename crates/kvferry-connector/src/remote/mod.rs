@@ -7,8 +7,8 @@ mod scheduler;
 mod stats;
 mod worker;
 
-pub use crate::contract::Role;
-pub use config::{Reach, RemoteConfig, RemoteError};
+pub use crate::contract::{Reach, Role};
+pub use config::{RemoteConfig, RemoteError};
 pub use kvferry_wire::params::Source;
 pub use plan::{GroupPairs, Load, Plan, RemoteLease, Report};
 pub use scheduler::RemoteScheduler;

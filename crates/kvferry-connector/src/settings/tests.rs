@@ -39,6 +39,8 @@ fn storage_is_taken(settings: StorageSettings) {
         model: "m".to_owned(),
         layout: "l".to_owned(),
         block_tokens: vec![16],
+        reach: Vec::new(),
+        role: Role::Both,
         world: 1,
         one_pool: true,
     }

@@ -6,6 +6,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::contract::{Reach, Role};
+
 /// Most I/O threads of a rank.
 pub const MAX_IO_THREADS: usize = 64;
 /// Most cache groups.
@@ -89,7 +91,7 @@ impl StorageSettings {
 
 /// A shared storage as an engine uses it: the settings, and what its blocks are.
 ///
-/// Engines find one another's blocks if all but the settings is equal.
+/// Engines find one another's blocks if model, layout, block sizes and number of ranks are equal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StorageConfig {
     /// What the user sets.
@@ -100,10 +102,14 @@ pub struct StorageConfig {
     pub layout: String,
     /// Tokens of a block, per cache group; 1 to [`MAX_GROUPS`] groups, each at least 1.
     pub block_tokens: Vec<u32>,
+    /// How far back each group's attention reaches; groups beyond its end reach to the first token.
+    pub reach: Vec<Reach>,
+    /// Whether it saves, loads, or both.
+    pub role: Role,
     /// Ranks that hold a part of every block, at least 1.
     pub world: u32,
     /// Whether the groups' blocks are out of one pool, as in vLLM, so that an id means the same memory
-    /// in every group; otherwise each group counts its own blocks. Engines may differ in it.
+    /// in every group; otherwise each group counts its own blocks.
     pub one_pool: bool,
 }
 
@@ -157,6 +163,12 @@ impl StorageConfig {
             if tokens == 0 {
                 return Err(StorageConfigError::BlockTokens { group });
             }
+        }
+        if self.reach.len() > self.block_tokens.len() || self.reach.iter().any(|it| it.is_zero()) {
+            return Err(StorageConfigError::Reach {
+                reach: self.reach.clone(),
+                groups: self.block_tokens.len(),
+            });
         }
         if self.unit_checked().is_none() {
             return Err(StorageConfigError::BlockSizes {
@@ -221,6 +233,17 @@ pub enum StorageConfigError {
         /// The group.
         group: usize,
     },
+    /// A reach of no group, or over no token.
+    #[error(
+        "shared storage: the groups' `reach` is {reach:?}, expected at most one for each of {groups} groups, none of \
+         0 tokens"
+    )]
+    Reach {
+        /// What was given.
+        reach: Vec<Reach>,
+        /// How many groups there are.
+        groups: usize,
+    },
     /// There is no reasonable number of tokens that is whole blocks in every group.
     #[error(
         "shared storage: the least common multiple of the groups' block sizes {block_tokens:?} is more \
@@ -250,6 +273,8 @@ mod tests {
             model: "m".to_owned(),
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![16, 24],
+            reach: Vec::new(),
+            role: Role::Both,
             world: 1,
             one_pool: true,
         }
@@ -290,6 +315,8 @@ mod tests {
             |config| config.block_tokens = vec![u32::MAX, u32::MAX - 1],
             |config| config.settings.path.clear(),
             |config| config.layout.clear(),
+            |config| config.reach = vec![Reach::All, Reach::Window(0)],
+            |config| config.reach = vec![Reach::All; 3],
         ] {
             assert!(!text(change).is_empty());
         }

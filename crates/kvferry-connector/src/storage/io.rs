@@ -5,7 +5,9 @@
 
 use std::os::unix::fs::FileExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
 
 use crossbeam::channel::{Receiver, Sender, select_biased};
 
@@ -28,6 +30,44 @@ pub(super) struct Shared {
     pub(super) layout: OnceLock<Layout>,
     pub(super) counters: WorkerCounters,
     pub(super) log: Log,
+    pub(super) busy: Busy,
+}
+
+/// Since when each thread is at its job.
+#[derive(Debug)]
+pub(super) struct Busy {
+    start: Instant,
+    /// Milliseconds after `start`; [`IDLE`] without a job.
+    since: Box<[AtomicU64]>,
+}
+
+const IDLE: u64 = u64::MAX;
+
+impl Busy {
+    pub(super) fn new(threads: usize) -> Self {
+        Self {
+            start: Instant::now(),
+            since: (0..threads).map(|_| AtomicU64::new(IDLE)).collect(),
+        }
+    }
+
+    fn set(&self, thread: usize, busy: bool) {
+        let now = self.start.elapsed().as_millis() as u64;
+        if let Some(since) = self.since.get(thread) {
+            since.store(if busy { now } else { IDLE }, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether no thread has ended a job for so long, and all have one: the disk does not answer.
+    pub(super) fn all_longer_than(&self, time: Duration) -> bool {
+        let now = self.start.elapsed().as_millis() as u64;
+        let time = time.as_millis() as u64;
+        let is_late = |since: &AtomicU64| {
+            let since = since.load(Ordering::Relaxed);
+            since != IDLE && now.saturating_sub(since) >= time
+        };
+        self.since.iter().all(is_late)
+    }
 }
 
 #[derive(Debug)]
@@ -43,6 +83,48 @@ pub(super) struct SaveJob {
     pub(super) claim: Claim,
     pub(super) number: u64,
     pub(super) block: KeyedBlock,
+    counted: AtomicBool,
+}
+
+impl SaveJob {
+    pub(super) fn new(number: u64, block: KeyedBlock) -> Self {
+        Self {
+            claim: Claim::default(),
+            number,
+            block,
+            counted: AtomicBool::new(false),
+        }
+    }
+
+    /// Counts how it ended, and that it is pending no more. The first call counts, and says true: a thread that waits for the disk may
+    /// come back long after somebody else has.
+    pub(super) fn count(&self, counters: &WorkerCounters, end: &SaveEnd) -> bool {
+        if self.counted.swap(true, Ordering::Relaxed) {
+            return false;
+        }
+        subtract(&counters.pending_saves, 1);
+        match *end {
+            SaveEnd::Saved { bytes } => {
+                add(&counters.blocks_saved, 1);
+                add(&counters.bytes_saved, bytes);
+            }
+            SaveEnd::Stored => add(&counters.already_stored, 1),
+            SaveEnd::Failed => add(&counters.save_failures, 1),
+            SaveEnd::Cancelled => add(&counters.saves_cancelled, 1),
+            SaveEnd::Stalled => add(&counters.saves_stalled, 1),
+        }
+        true
+    }
+}
+
+/// How a save ended.
+#[derive(Debug)]
+pub(super) enum SaveEnd {
+    Saved { bytes: u64 },
+    Stored,
+    Failed,
+    Cancelled,
+    Stalled,
 }
 
 #[derive(Debug)]
@@ -60,32 +142,38 @@ pub(super) enum Event {
 /// Runs until both channels are closed; loads go first.
 pub(super) fn run(
     shared: &Shared,
+    thread: usize,
     loads: &Receiver<Arc<LoadJob>>,
     saves: &Receiver<Arc<SaveJob>>,
     events: &Sender<Event>,
 ) {
     let mut scratch = Vec::new();
+    let run_save = |job: &SaveJob, scratch: &mut Vec<u8>| {
+        shared.busy.set(thread, true);
+        let end = save(shared, job, scratch);
+        shared.busy.set(thread, false);
+        job.count(&shared.counters, &end);
+    };
     loop {
         let event = select_biased! {
             recv(loads) -> job => match job {
-                Ok(job) => Event::Loaded {
-                    ticket: job.ticket,
-                    index: job.index,
-                    result: load(shared, &job, &mut scratch),
-                },
+                Ok(job) => {
+                    shared.busy.set(thread, true);
+                    let result = load(shared, &job, &mut scratch);
+                    shared.busy.set(thread, false);
+                    Event::Loaded { ticket: job.ticket, index: job.index, result }
+                }
                 // The end: what still waits has been taken back, and is counted so.
                 Err(_) => {
                     for job in saves.try_iter() {
-                        save(shared, &job, &mut scratch);
-                        subtract(&shared.counters.pending_saves, 1);
+                        run_save(&job, &mut scratch);
                     }
                     return;
                 }
             },
             recv(saves) -> job => match job {
                 Ok(job) => {
-                    save(shared, &job, &mut scratch);
-                    subtract(&shared.counters.pending_saves, 1);
+                    run_save(&job, &mut scratch);
                     Event::SaveEnded { number: job.number }
                 }
                 Err(_) => return,
@@ -152,16 +240,15 @@ fn unreadable(shared: &Shared, path: &Path, error: ReadError) {
     }
 }
 
-fn save(shared: &Shared, job: &SaveJob, scratch: &mut Vec<u8>) {
+fn save(shared: &Shared, job: &SaveJob, scratch: &mut Vec<u8>) -> SaveEnd {
     let KeyedBlock { key, group, block } = job.block;
-    let counters = &shared.counters;
     if job.claim.is_taken_back() {
-        return add(&counters.saves_cancelled, 1);
+        return SaveEnd::Cancelled;
     }
     let spans = shared.layout.get().and_then(|layout| layout.group(group));
     let Some(spans) = spans.filter(|spans| spans.has(block)) else {
-        add(&counters.save_failures, 1);
-        return shared.log.no_such_block(group, block);
+        shared.log.no_such_block(group, block);
+        return SaveEnd::Failed;
     };
     let path = shared.files.path(shared.rank, group, key);
     let bytes = HEADER_BYTES + spans.payload_bytes();
@@ -169,30 +256,29 @@ fn save(shared: &Shared, job: &SaveJob, scratch: &mut Vec<u8>) {
         .symlink_metadata()
         .is_ok_and(|found| found.is_file() && found.len() == bytes as u64)
     {
-        return add(&counters.already_stored, 1);
+        return SaveEnd::Stored;
     }
     scratch.resize(bytes, 0);
     if !job.claim.begin() {
-        return add(&counters.saves_cancelled, 1);
+        return SaveEnd::Cancelled;
     }
     let copied = spans.read(block, &mut scratch[HEADER_BYTES..]);
     if !job.claim.end() {
-        return add(&counters.saves_cancelled, 1);
+        return SaveEnd::Cancelled;
     }
     if let Err(error) = copied {
-        add(&counters.save_failures, 1);
-        return shared.log.memory(group, block, &error);
+        shared.log.memory(group, block, &error);
+        return SaveEnd::Failed;
     }
     let head = header(key, &scratch[HEADER_BYTES..]);
     scratch[..HEADER_BYTES].copy_from_slice(&head);
     match store(shared, &path, scratch) {
-        Ok(()) => {
-            add(&counters.blocks_saved, 1);
-            add(&counters.bytes_saved, spans.payload_bytes() as u64);
-        }
+        Ok(()) => SaveEnd::Saved {
+            bytes: spans.payload_bytes() as u64,
+        },
         Err(error) => {
-            add(&counters.save_failures, 1);
             shared.log.save_failed(&path, &error);
+            SaveEnd::Failed
         }
     }
 }

@@ -131,6 +131,7 @@ mod tests {
 
     use super::super::StorageSettings;
     use super::*;
+    use crate::contract::Role;
 
     fn config() -> StorageConfig {
         StorageConfig {
@@ -138,6 +139,8 @@ mod tests {
             model: "llama".to_owned(),
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![4],
+            reach: Vec::new(),
+            role: Role::Both,
             world: 1,
             one_pool: true,
         }

@@ -13,6 +13,7 @@ enum Kind {
     Corrupt,
     Unreadable,
     SaveFailed,
+    SavesStalled,
     Memory,
     NoSuchBlock,
     Lookup,
@@ -21,12 +22,12 @@ enum Kind {
 
 /// One limit per kind.
 #[derive(Debug)]
-pub(super) struct Log(Mutex<[LogLimit; 7]>);
+pub(super) struct Log(Mutex<[LogLimit; 8]>);
 
 impl Default for Log {
     fn default() -> Self {
         Self(Mutex::new(
-            [const { LogLimit::new(Duration::from_secs(1)) }; 7],
+            [const { LogLimit::new(Duration::from_secs(1)) }; 8],
         ))
     }
 }
@@ -52,6 +53,17 @@ impl Log {
     pub(super) fn save_failed(&self, path: &Path, error: &dyn Display) {
         if let Some(suppressed) = self.admit(Kind::SaveFailed) {
             tracing::warn!(path = %path.display(), %error, suppressed, "shared storage: a block was not saved");
+        }
+    }
+
+    pub(super) fn saves_stalled(&self, blocks: u64, within: Duration) {
+        if let Some(suppressed) = self.admit(Kind::SavesStalled) {
+            tracing::warn!(
+                blocks,
+                ?within,
+                suppressed,
+                "shared storage: blocks are not saved, because the disk does not answer"
+            );
         }
     }
 

@@ -48,7 +48,6 @@ impl Request {
         &mut self,
         view: &RequestView<'_>,
         full: usize,
-        unit: u32,
         saves: &mut Saves,
         planned: &mut Vec<Save>,
     ) {
@@ -69,8 +68,8 @@ impl Request {
                 let block = listed.block;
                 *next += 1;
                 // After a failed load, what the lookup found says nothing any more.
-                let stored = self.load != LoadState::Failed
-                    && self.lookup.has(position * tokens / unit as usize);
+                let stored =
+                    self.load != LoadState::Failed && self.lookup.has(group as usize, position);
                 if block == NULL_BLOCK
                     || stored
                     || self.tainted.contains(&(group, position))

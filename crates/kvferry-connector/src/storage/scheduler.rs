@@ -13,7 +13,6 @@ use std::sync::atomic::Ordering;
 
 use kvferry_wire::RequestId;
 
-use super::file::Files;
 use super::key::{Chain, namespace};
 use super::lookup::{Known, Lookups};
 use super::plan::{KeyedBlock, Load, Plan};
@@ -57,15 +56,14 @@ pub struct StorageScheduler {
 }
 
 impl StorageScheduler {
-    /// Starts the lookup thread. Does not touch the directory, which need not exist yet.
+    /// Starts the lookup thread, if anything is to be loaded. Does not touch the directory, which need not exist yet.
     ///
     /// # Errors
     /// A configuration out of range; no thread.
     pub fn new(config: StorageConfig) -> Result<Self, OpenStorageError> {
         config.validate()?;
         let unit = config.unit();
-        let lookups = Lookups::start(Files::new(&config), unit, config.lookup_timeout())
-            .map_err(OpenStorageError::Thread)?;
+        let lookups = Lookups::start(&config).map_err(OpenStorageError::Thread)?;
         Ok(Self {
             unit,
             seed: namespace(&config),
@@ -224,9 +222,9 @@ impl StorageScheduler {
         };
         let end = scheduled.computed.saturating_add(scheduled.tokens);
         request.clean(&self.config.block_tokens, scheduled.computed, end);
-        if !self.ending {
+        if !self.ending && self.config.role.saves() {
             let full = (end as usize).min(view.tokens.len());
-            request.save(view, full, self.unit, &mut self.saves, &mut self.plan.save);
+            request.save(view, full, &mut self.saves, &mut self.plan.save);
         }
     }
 }
@@ -273,9 +271,8 @@ impl SchedulerConnector for StorageScheduler {
         match known.lookup.known() {
             Known::Pending(left) if first < known.lookup.units() => Matched::Later(left),
             Known::Pending(_) | Known::Late => Matched::None,
-            Known::Units(units) => {
-                let there = units.iter().skip(first).take_while(|&&there| there).count();
-                let end = computed.saturating_add(there as u32 * self.unit);
+            Known::Answered => {
+                let end = known.lookup.reaches(computed, request.prompt);
                 // The last token is computed in any case.
                 let saved = end
                     .min(request.prompt.saturating_sub(1))
@@ -413,6 +410,7 @@ mod tests {
 
     use super::super::StorageSettings;
     use super::*;
+    use crate::contract::Role;
 
     #[test]
     fn who_asks_before_the_answer_is_told_when_it_is_due_and_afterwards_nothing() {
@@ -422,6 +420,8 @@ mod tests {
             model: "tiny".to_owned(),
             layout: "LBHNC float32".to_owned(),
             block_tokens: vec![4],
+            reach: Vec::new(),
+            role: Role::Both,
             world: 1,
             one_pool: true,
         };

@@ -58,8 +58,11 @@ pub struct StorageWorkerStats {
     pub already_stored: u64,
     /// Blocks that could not be written.
     pub save_failures: u64,
-    /// Saves that were given up: their block had a new owner, they took too long, or the end came.
+    /// Saves that were given up: their block had a new owner, or the end came.
     pub saves_cancelled: u64,
+    /// Saves that failed because the disk did not answer in time: those that were late, and those that were not begun
+    /// because every thread was.
+    pub saves_stalled: u64,
     /// Files that were removed to make room.
     pub evicted: u64,
     /// Their bytes, headers included.
@@ -83,6 +86,7 @@ pub(super) struct WorkerCounters {
     pub(super) already_stored: AtomicU64,
     pub(super) save_failures: AtomicU64,
     pub(super) saves_cancelled: AtomicU64,
+    pub(super) saves_stalled: AtomicU64,
     pub(super) evicted: AtomicU64,
     pub(super) evicted_bytes: AtomicU64,
     pub(super) pending_loads: AtomicU64,
@@ -112,6 +116,7 @@ impl WorkerCounters {
             already_stored: get(&self.already_stored),
             save_failures: get(&self.save_failures),
             saves_cancelled: get(&self.saves_cancelled),
+            saves_stalled: get(&self.saves_stalled),
             evicted: get(&self.evicted),
             evicted_bytes: get(&self.evicted_bytes),
             pending_loads: get(&self.pending_loads),

@@ -3,5 +3,7 @@
 mod errors;
 mod machine;
 mod preempted;
+mod roles;
 mod scheduling;
 mod sharing;
+mod windows;

@@ -16,7 +16,7 @@ use thiserror::Error;
 use super::budget::{Budget, RoomError};
 use super::claim::Claim;
 use super::file::Files;
-use super::io::{self, Event, LoadJob, SaveJob, Shared, count_evicted};
+use super::io::{self, Busy, Event, LoadJob, SaveJob, Shared, count_evicted};
 use super::layout::Layout;
 use super::log::Log;
 use super::plan::{Load, Plan, Report, Save};
@@ -24,9 +24,13 @@ use super::stats::{WorkerCounters, add, subtract};
 use super::{StorageConfig, StorageConfigError, StorageWorkerStats};
 use crate::contract::{
     CacheLayout, FailedBlock, LoadFailure, Received, RegisterCacheError, ReportPart, StepPlan,
-    WorkerConnector, WorkerReport,
+    WorkerConnector, WorkerLost, WorkerReport,
 };
 use crate::metrics::{Figures, STORAGE_WORKER};
+
+mod saving;
+
+use self::saving::Saving;
 
 /// Why a rank's half of a shared storage could not be opened.
 #[derive(Debug, Error)]
@@ -54,13 +58,6 @@ struct Loading {
     left: usize,
     failure: Option<LoadFailure>,
     failed: Vec<FailedBlock>,
-    since: Instant,
-}
-
-#[derive(Debug)]
-struct Saving {
-    request: RequestId,
-    job: Arc<SaveJob>,
     since: Instant,
 }
 
@@ -118,6 +115,7 @@ impl StorageWorker {
             layout: OnceLock::new(),
             counters: WorkerCounters::default(),
             log: Log::default(),
+            busy: Busy::new(config.settings.io_threads),
         });
         count_evicted(&shared.counters, evicted);
         let (loads, load_queue) = unbounded();
@@ -129,7 +127,7 @@ impl StorageWorker {
                 let (loads, saves) = (load_queue.clone(), save_queue.clone());
                 thread::Builder::new()
                     .name(format!("kvferry-io-{number}"))
-                    .spawn(move || io::run(&shared, &loads, &saves, &events))
+                    .spawn(move || io::run(&shared, number, &loads, &saves, &events))
             })
             .collect::<Result<_, _>>()
             .map_err(OpenStorageError::Thread)?;
@@ -243,81 +241,6 @@ impl StorageWorker {
         }
     }
 
-    fn start_saves(&mut self) {
-        for Save {
-            number,
-            request,
-            block,
-        } in take(&mut self.step)
-        {
-            let claim = Claim::default();
-            let job = Arc::new(SaveJob {
-                claim,
-                number,
-                block,
-            });
-            let sent = self.jobs.as_ref().is_some_and(|Queues { saves, .. }| {
-                add(&self.shared.counters.pending_saves, 1);
-                saves.send(Arc::clone(&job)).is_ok()
-            });
-            if !sent {
-                add(&self.shared.counters.saves_cancelled, 1);
-                self.ended.push(number);
-                continue;
-            }
-            *self.saving.entry(request.clone()).or_default() += 1;
-            let since = Instant::now();
-            self.saves.insert(
-                number,
-                Saving {
-                    request,
-                    job,
-                    since,
-                },
-            );
-        }
-    }
-
-    /// The save reads its block no more.
-    fn save_over(&mut self, number: u64) {
-        let Some(saving) = self.saves.remove(&number) else {
-            return;
-        };
-        self.ended.push(number);
-        if let Some(count) = self.saving.get_mut(&saving.request) {
-            *count -= 1;
-            if *count == 0 {
-                self.saving.remove(&saving.request);
-                if self.finished.remove(&saving.request) {
-                    self.report.sent.push(saving.request);
-                }
-            }
-        }
-    }
-
-    fn revoke(&mut self, numbers: &[u64]) {
-        for &number in numbers {
-            // One that has not even started: of a step that is not over.
-            if let Some(at) = self.step.iter().position(|save| save.number == number) {
-                self.step.remove(at);
-                add(&self.shared.counters.saves_cancelled, 1);
-                self.ended.push(number);
-            }
-            if let Some(saving) = self.saves.get(&number) {
-                saving.job.claim.take_back();
-                self.save_over(number);
-            }
-        }
-    }
-
-    fn finish(&mut self, request: RequestId) {
-        if self.saving.contains_key(&request) {
-            self.finished.insert(request);
-        } else {
-            self.report.sent.push(request);
-        }
-    }
-
     fn drain(&mut self) {
         while let Ok(event) = self.events.try_recv() {
             self.take_event(event);
@@ -335,7 +258,7 @@ impl StorageWorker {
         }
     }
 
-    /// Both maps are in the order of starts, so those that are late come first.
+    /// Loads are in the order of their starts, so those that are late come first.
     fn give_up_the_late(&mut self) {
         let timeout = self.config.io_timeout();
         let late = |since: Instant| since.elapsed() >= timeout;
@@ -350,16 +273,7 @@ impl StorageWorker {
             }
             self.report_if_over(ticket);
         }
-        while let Some((&number, saving)) = self
-            .saves
-            .first_key_value()
-            .filter(|(_, saving)| late(saving.since))
-        {
-            if !saving.job.claim.cancel() && !saving.job.claim.is_over() {
-                break;
-            }
-            self.save_over(number);
-        }
+        self.give_up_late_saves();
     }
 }
 
@@ -439,7 +353,7 @@ impl WorkerConnector for StorageWorker {
         self.start_saves();
     }
 
-    fn take_report(&mut self) -> WorkerReport {
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
         self.drain();
         self.give_up_the_late();
         let mut report = take(&mut self.report);
@@ -448,7 +362,7 @@ impl WorkerConnector for StorageWorker {
                 ended: take(&mut self.ended),
             }));
         }
-        report
+        Ok(report)
     }
 
     fn figures(&mut self, figures: &mut Figures) {
@@ -493,8 +407,7 @@ impl StorageWorker {
     fn give_up(&mut self) {
         self.jobs = None;
         for number in self.saves.keys().copied().collect::<Vec<_>>() {
-            self.saves[&number].job.claim.take_back();
-            self.save_over(number);
+            self.take_back(number);
         }
         for ticket in self.loads.keys().copied().collect::<Vec<_>>() {
             self.break_off(ticket, LoadFailure::Aborted);

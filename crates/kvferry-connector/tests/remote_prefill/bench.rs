@@ -1,5 +1,7 @@
 //! Two engines with their schedulers' and workers' halves.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvferry_connector::contract::{
@@ -10,7 +12,7 @@ use kvferry_connector::contract::{
 use kvferry_connector::remote::{RemoteConfig, RemoteScheduler, RemoteWorker, Role};
 use kvferry_engine::{
     EngineBuilder, EngineConfig, FaultControl, FaultFabric, HostPool, LoopbackFabric,
-    LoopbackNetwork, MemoryRegion,
+    LoopbackNetwork, MemoryRegion, Replies, Sender, Service,
 };
 use kvferry_wire::{EngineId, Instance, RequestId};
 
@@ -46,7 +48,20 @@ pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
 pub(crate) enum Fabric {
     Loopback(LoopbackNetwork),
     Faulty(LoopbackNetwork, FaultControl),
+    /// With a service that panics once it is told to.
+    Buggy(LoopbackNetwork, FaultControl, Arc<AtomicBool>),
     Ucx,
+}
+
+struct Bug(Arc<AtomicBool>);
+
+impl Service for Bug {
+    fn on_message(&mut self, _: Sender, _: &[u8], _: &mut Replies) {}
+
+    fn on_tick(&mut self, _: Instant, _: &mut Replies) -> Option<Instant> {
+        assert!(!self.0.load(Ordering::Relaxed), "a bug");
+        None
+    }
 }
 
 impl Fabric {
@@ -73,6 +88,9 @@ impl Fabric {
                 builder.start_on(move || LoopbackFabric::new(&network, 4096))
             }
             Self::Faulty(network, control) => builder
+                .start_on(move || FaultFabric::new(LoopbackFabric::new(&network, 4096)?, &control)),
+            Self::Buggy(network, control, panics) => builder
+                .service(99, Box::new(Bug(panics)))
                 .start_on(move || FaultFabric::new(LoopbackFabric::new(&network, 4096)?, &control)),
             Self::Ucx => builder.start(),
         };
@@ -229,7 +247,7 @@ impl Side {
         for (rank, worker) in (0..).zip(&mut self.workers) {
             worker.begin_step(plan.clone());
             worker.end_step();
-            reports.push((rank, worker.take_report()));
+            reports.push((rank, worker.take_report().unwrap()));
         }
         let all = self.ranks.take(reports);
         self.scheduler.on_report(&all);

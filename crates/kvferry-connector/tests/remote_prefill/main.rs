@@ -10,5 +10,6 @@ mod faults;
 mod groups;
 mod leases;
 mod loads;
+mod lost;
 mod seed;
 mod verify;

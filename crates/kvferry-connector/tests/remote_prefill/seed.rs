@@ -45,6 +45,8 @@ impl Bench {
             model: "model".into(),
             layout: "layout".into(),
             block_tokens: vec![TOKENS],
+            reach: Vec::new(),
+            role: Role::Both,
             world: 1,
             one_pool: true,
         };
@@ -102,7 +104,7 @@ impl Bench {
         let plan = self.scheduler.build_step(&step);
         self.worker.begin_step(plan);
         self.worker.end_step();
-        let report = self.ranks.take([(0, self.worker.take_report())]);
+        let report = self.ranks.take([(0, self.worker.take_report().unwrap())]);
         if !report.is_empty() {
             self.scheduler.on_report(&report);
         }

@@ -31,7 +31,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use self::core::Core;
 use crate::counters::add;
-use crate::error::EngineError;
+use crate::error::{EngineError, panic_message};
 use crate::fabric::{Armed, Fabric};
 use crate::service::Service;
 use crate::shared::Shared;
@@ -72,8 +72,14 @@ impl<F: Fabric> Progress<F> {
         tracing::debug!(incarnation = %self.shared.incarnation, "progress thread started");
         // A service is somebody else's code: its panic must not leave transfers without an end.
         let turns = catch_unwind(AssertUnwindSafe(|| self.turns()));
-        if turns.is_err() {
-            tracing::error!("the progress thread panicked; the engine is shut down");
+        if let Err(panic) = turns {
+            let reason = panic_message(&*panic);
+            // Before any transfer ends by it.
+            self.shared.mark_panicked(reason);
+            tracing::error!(
+                reason,
+                "the progress thread panicked; the engine is shut down"
+            );
             // Whatever panicked is not called again.
             self.core.drop_services();
         }

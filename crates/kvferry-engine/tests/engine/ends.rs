@@ -48,7 +48,15 @@ fn a_panic_of_a_service_ends_the_engine_and_every_transfer() {
             false
         });
         // Its peers are gone a moment before it is.
+        let reason =
+            "the engine's progress thread panicked: a service with a bug; start the process anew";
+        assert_eq!(consumer.engine.check().unwrap_err().to_string(), reason);
         until("the stop", || consumer.engine.describe().is_err());
+        let error = consumer.engine.describe().unwrap_err();
+        assert!(matches!(error, EngineError::Panicked { .. }), "{error}");
+        let error = consumer.engine.shutdown(PATIENCE).unwrap_err();
+        assert!(matches!(error, EngineError::Panicked { .. }), "{error}");
+        producer.engine.check().unwrap();
         assert_eq!(consumer.engine.counters().quarantined_bytes, 0);
         // The other engine lives and has been told.
         until("the goodbye", || back.gone().is_some());

@@ -255,7 +255,10 @@ impl Scheduler {
             .requests
             .remove(id)
             .ok_or(Violation::Simulator("id is unknown"))?;
-        let last = request.len() - 1;
+        let last = match self.config.keeps_last {
+            true => request.len() - 1,
+            false => total,
+        };
         let given = self
             .kv
             .allocate(&mut request.tables, hits, (total, last), total + more, room);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvferry_connector::contract::{
     Aggregated, Allocation, CacheLayout, Capabilities, FailedBlock, Finished, FinishedRequest,
     LoadFailure, Matched, Received, RegisterCacheError, RequestView, SchedulerConnector, StepPlan,
-    StepView, WorkerConnector, WorkerReport,
+    StepView, WorkerConnector, WorkerLost, WorkerReport,
 };
 use kvferry_sim::{Halves, Model};
 use kvferry_wire::RequestId;
@@ -202,7 +202,7 @@ impl WorkerConnector for Puppet {
 
     fn end_step(&mut self) {}
 
-    fn take_report(&mut self) -> WorkerReport {
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
         let mut play = self.play();
         let step = play.step;
         let mut report = WorkerReport::default();
@@ -229,7 +229,7 @@ impl WorkerConnector for Puppet {
             .partition(|(due, _)| *due <= step);
         play.sending = left;
         report.sent = due.into_iter().map(|(_, id)| id).collect();
-        report
+        Ok(report)
     }
 
     fn shutdown(&mut self, _: Duration) {}

@@ -32,7 +32,7 @@ prop_compose! {
             block_tokens, blocks, max_running, token_budget, chunked: true, reserve, asynchronous, lookahead,
             failure_policy: if recompute { FailurePolicy::Recompute } else { FailurePolicy::Fail },
             max_tries: 2,
-            zero_percent, less_percent,
+            zero_percent, less_percent, keeps_last: true,
             reuse: if newest { Reuse::Newest } else { Reuse::Vllm },
             scatter: None,
         }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvferry_connector::contract::{
     Aggregated, Allocation, CacheLayout, Capabilities, FailedBlock, Finish, Finished,
     FinishedRequest, LoadFailure, Matched, Received, RegisterCacheError, RequestView,
-    SchedulerConnector, StepPlan, StepView, WorkerConnector, WorkerReport,
+    SchedulerConnector, StepPlan, StepView, WorkerConnector, WorkerLost, WorkerReport,
 };
 use kvferry_sim::{
     EngineConfig, GroupKind, Halves, Model, NewRequest, Output, SimEngine, Tables, Trace, Violation,
@@ -150,8 +150,10 @@ impl WorkerConnector for Worker {
 
     fn end_step(&mut self) {}
 
-    fn take_report(&mut self) -> WorkerReport {
-        std::mem::take(&mut self.0.0.lock().unwrap().reports[self.1])
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
+        Ok(std::mem::take(
+            &mut self.0.0.lock().unwrap().reports[self.1],
+        ))
     }
 
     fn shutdown(&mut self, _: Duration) {}

@@ -48,6 +48,8 @@ fn one_run(name: &str, faults: Faults, carrier: Carrier, seed: u64, files: &Path
         requests: REQUESTS,
         seed,
         faults,
+        // As vLLM, which these connectors are for.
+        keeps_last: false,
         ..Options::default()
     };
     let connectors = connectors(name, files.to_owned());

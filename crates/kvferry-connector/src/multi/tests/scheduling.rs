@@ -344,8 +344,8 @@ fn c7_every_child_lets_go_of_blocks_before_any_child_begins() {
             self.1.lock().unwrap().push((self.0, "begin"));
         }
         fn end_step(&mut self) {}
-        fn take_report(&mut self) -> WorkerReport {
-            WorkerReport::default()
+        fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
+            Ok(WorkerReport::default())
         }
         fn shutdown(&mut self, _: Duration) {}
     }

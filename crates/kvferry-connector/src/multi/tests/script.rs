@@ -225,8 +225,8 @@ impl WorkerConnector for Hand {
         self.note("end".to_owned());
     }
 
-    fn take_report(&mut self) -> WorkerReport {
-        self.0.lock().unwrap().0.pop_front().unwrap_or_default()
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
+        Ok(self.0.lock().unwrap().0.pop_front().unwrap_or_default())
     }
 
     fn shutdown(&mut self, within: Duration) {
@@ -292,7 +292,9 @@ impl Machine {
     }
 
     pub(super) fn report(&mut self) {
-        let take = |(worker, rank): (&mut MultiWorker, u32)| (rank, through(&worker.take_report()));
+        let take = |(worker, rank): (&mut MultiWorker, u32)| {
+            (rank, through(&worker.take_report().unwrap()))
+        };
         let reports: Vec<_> = self.workers.iter_mut().zip(0..).map(take).collect();
         let all = self.aggregator.take(reports);
         self.scheduler.on_report(&all);

@@ -17,6 +17,8 @@ fn machine(path: &std::path::Path, first: &Scripted) -> (Machine, Hand, MemoryRe
         model: "tiny".to_owned(),
         layout: "LBHNC float32".to_owned(),
         block_tokens: vec![4],
+        reach: Vec::new(),
+        role: Role::Both,
         world: 1,
         one_pool: true,
     };

@@ -50,6 +50,9 @@ pub(crate) enum Event {
     Borrow(BorrowEvent<PeerId>),
     /// No more: break off what is read, release what is held, and end by then.
     Stop { by: Instant },
+    /// A bug.
+    #[cfg(test)]
+    Panic(&'static str),
 }
 
 /// What the loader reports.
@@ -211,6 +214,8 @@ impl Loader {
             Event::Ours { load, sums } => self.ours(load, sums),
             Event::Theirs { peer, load, sums } => self.theirs(peer, load, sums),
             Event::Borrow(event) => self.borrow_event(event, now),
+            #[cfg(test)]
+            Event::Panic(why) => panic!("{why}"),
             Event::Stop { by } => {
                 self.stopping = Some(by);
                 let all: Vec<RequestId> = self.requests.keys().cloned().collect();

@@ -7,6 +7,7 @@ mod checksums;
 mod leases;
 mod links;
 mod loader;
+mod lost;
 mod request;
 mod stats;
 mod verifying;
@@ -32,7 +33,8 @@ use self::stats::LoaderCounters;
 pub use self::stats::LoaderStats;
 use super::{RemoteConfig, RemoteError, Report, rank_of};
 use crate::contract::{
-    CacheLayout, RegisterCacheError, ReportPart, Role, StepPlan, WorkerConnector, WorkerReport,
+    CacheLayout, RegisterCacheError, ReportPart, Role, StepPlan, WorkerConnector, WorkerLost,
+    WorkerReport,
 };
 use crate::lease::{
     BorrowControl, LeaseControl, LeaseEvent, LeaseService, LeaseSnapshot, StepLeases,
@@ -65,6 +67,8 @@ pub struct RemoteWorker {
     /// What the next report tells the scheduler half.
     own: Report,
     counters: Arc<LoaderCounters>,
+    /// Once a thread has ended by itself.
+    lost: Option<WorkerLost>,
     is_shut_down: bool,
 }
 
@@ -194,6 +198,7 @@ impl RemoteWorker {
             sent: Sent::default(),
             own: Report::default(),
             counters,
+            lost: None,
             is_shut_down: false,
         })
     }
@@ -431,7 +436,7 @@ impl WorkerConnector for RemoteWorker {
 
     fn end_step(&mut self) {}
 
-    fn take_report(&mut self) -> WorkerReport {
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
         let mut all = WorkerReport::default();
         while let Ok(event) = self.leases.events().try_recv() {
             self.lease_event(event);
@@ -449,7 +454,9 @@ impl WorkerConnector for RemoteWorker {
         if self.own != Report::default() {
             all.part = Some(ReportPart::Remote(std::mem::take(&mut self.own)));
         }
-        all
+        // After what was taken out: an end that comes of a thread's end is seen with it.
+        self.check_threads()?;
+        Ok(all)
     }
 
     fn figures(&mut self, figures: &mut Figures) {

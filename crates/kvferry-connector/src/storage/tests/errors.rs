@@ -258,7 +258,7 @@ fn blocks_that_a_rank_does_not_have_and_plans_of_others_are_refused() {
     assert_eq!(received.failure, Some(LoadFailure::Local));
     assert_eq!(received.failed, failed(&[BLOCKS, u32::MAX]));
     machine.begin(&StepPlan::Remote(crate::remote::Plan::default()));
-    assert!(machine.ranks[0].worker.take_report().is_empty());
+    assert!(machine.ranks[0].worker.take_report().unwrap().is_empty());
     // Registered twice; a rank that there is not; a directory that cannot be.
     let layout = CacheLayout {
         groups: vec![CacheGroup {

@@ -39,6 +39,8 @@ pub(super) fn config(path: &Path) -> StorageConfig {
         model: "tiny".to_owned(),
         layout: "LBHNC float32".to_owned(),
         block_tokens: vec![BLOCK],
+        reach: Vec::new(),
+        role: Role::Both,
         world: 1,
         one_pool: false,
     }
@@ -222,7 +224,7 @@ impl Machine {
             .ranks
             .iter_mut()
             .zip(0..)
-            .map(|(rank, number)| (number, rank.worker.take_report()));
+            .map(|(rank, number)| (number, rank.worker.take_report().unwrap()));
         let all = self.aggregator.take(reports.collect::<Vec<_>>());
         self.scheduler.on_report(&all);
         self.received.extend(all.received);

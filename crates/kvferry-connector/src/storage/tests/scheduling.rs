@@ -397,7 +397,7 @@ fn an_empty_step_has_an_empty_plan_of_a_few_bytes() {
     assert_eq!(plan, StepPlan::Storage(Plan::default()));
     assert!(rmp_serde::to_vec(&plan).unwrap().len() < 32);
     machine.begin(&plan);
-    assert!(machine.ranks[0].worker.take_report().is_empty());
+    assert!(machine.ranks[0].worker.take_report().unwrap().is_empty());
 }
 
 #[test]
@@ -417,7 +417,7 @@ fn at_the_end_nothing_is_offered_or_saved_and_what_is_under_way_ends() {
     let rank = &mut machine.ranks[0];
     rank.worker.shutdown(std::time::Duration::from_secs(60));
     assert_eq!(files(directory.path()).len(), 3);
-    assert!(rank.worker.take_report().is_empty());
+    assert!(rank.worker.take_report().unwrap().is_empty());
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvferry_connector::contract::{
     CacheLayout, FailedBlock, LoadFailure, NULL_BLOCK, Received, RegisterCacheError, StepPlan,
-    WorkerConnector, WorkerReport,
+    WorkerConnector, WorkerLost, WorkerReport,
 };
 use kvferry_connector::remote::Load;
 use kvferry_engine::MemoryRegion;
@@ -166,7 +166,7 @@ impl WorkerConnector for Worker {
 
     fn end_step(&mut self) {}
 
-    fn take_report(&mut self) -> WorkerReport {
+    fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
         let shared = self.world.clone();
         let mut world = shared.lock().unwrap();
         let now = world.tick;
@@ -207,7 +207,7 @@ impl WorkerConnector for Worker {
         if world.behaviour.sin != Some(Sin::IgnoresLeases) {
             world.leases.retain(|_, lease| !lease.done);
         }
-        report
+        Ok(report)
     }
 
     fn shutdown(&mut self, _: Duration) {}
