@@ -115,12 +115,11 @@ def test_requests_without_parameters_cost_nothing_and_are_never_asked_about() ->
     side.shutdown()
 
 
-@pytest.mark.parametrize("extra", [{}, {"lane": "served"}])
-def test_a_producer_with_a_directory_looks_nothing_up(tmp_path: Any, extra: dict[str, Any]) -> None:
-    connector = "KvferryConnector" if extra else "KvferryStorageConnector"
-
+@pytest.mark.parametrize("connector", ["KvferryConnector", "KvferryStorageConnector"])
+def test_a_producer_with_a_directory_looks_nothing_up(tmp_path: Any, connector: str) -> None:
     def side(role: str) -> SchedulerSide:
-        config = vllm_config("engine", role=role, shared_storage_path=str(tmp_path), **extra)
+        config = vllm_config("engine", role=role)
+        config.kv_transfer_config.kv_connector_extra_config = {"shared_storage_path": str(tmp_path)}
         return SchedulerSide(_setup.of(connector, config, cache_config(GROUP, 8)))
 
     def lookups(side: SchedulerSide) -> int:
