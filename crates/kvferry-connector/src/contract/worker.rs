@@ -1,8 +1,9 @@
 //! A worker half, and the blocks that it is given.
 
+use std::thread::JoinHandle;
 use std::time::Duration;
 
-use kvferry_engine::MemoryRegion;
+use kvferry_engine::{MemoryRegion, panic_message};
 use thiserror::Error;
 
 use super::{StepPlan, WorkerReport};
@@ -68,6 +69,32 @@ pub struct WorkerLost {
     pub thread: &'static str,
     /// Why, in its own words.
     pub reason: String,
+}
+
+impl WorkerLost {
+    /// Of a thread that has ended although nobody had told it to.
+    pub(crate) fn of(rank: u32, thread: &'static str, ended: JoinHandle<()>) -> Self {
+        let reason = match ended.join() {
+            Ok(()) => "it returned without being told to".to_owned(),
+            Err(panic) => format!("it panicked: {}", panic_message(&*panic)),
+        };
+        Self::found(rank, thread, reason)
+    }
+
+    /// The same, with the reason known; says so in the log.
+    pub(crate) fn found(rank: u32, thread: &'static str, reason: String) -> Self {
+        tracing::error!(
+            rank,
+            thread,
+            reason,
+            "a thread has ended by itself; the server must be restarted"
+        );
+        Self {
+            rank,
+            thread,
+            reason,
+        }
+    }
 }
 
 /// A connector's worker half, for one rank.

@@ -79,6 +79,8 @@ pub struct StorageWorker {
     jobs: Option<Queues>,
     events: Receiver<Event>,
     threads: Vec<JoinHandle<()>>,
+    /// Once one of them has ended by itself: its job will not end.
+    lost: Option<WorkerLost>,
     next_ticket: u64,
     loads: BTreeMap<u64, Loading>,
     saves: BTreeMap<u64, Saving>,
@@ -141,6 +143,7 @@ impl StorageWorker {
             jobs: Some(Queues { loads, saves }),
             events,
             threads,
+            lost: None,
             next_ticket: 0,
             loads: BTreeMap::new(),
             saves: BTreeMap::new(),
@@ -295,6 +298,20 @@ impl Loading {
     }
 }
 
+impl StorageWorker {
+    fn check_threads(&mut self) -> Result<(), WorkerLost> {
+        // After the end they are told to.
+        if self.lost.is_none()
+            && self.jobs.is_some()
+            && let Some(place) = self.threads.iter().position(JoinHandle::is_finished)
+        {
+            let ended = self.threads.swap_remove(place);
+            self.lost = Some(WorkerLost::of(self.shared.rank, "storage thread", ended));
+        }
+        self.lost.clone().map_or(Ok(()), Err)
+    }
+}
+
 impl WorkerConnector for StorageWorker {
     fn register(&mut self, layout: &CacheLayout) -> Result<(), RegisterCacheError> {
         let layout = Layout::new(
@@ -354,6 +371,7 @@ impl WorkerConnector for StorageWorker {
     }
 
     fn take_report(&mut self) -> Result<WorkerReport, WorkerLost> {
+        self.check_threads()?;
         self.drain();
         self.give_up_the_late();
         let mut report = take(&mut self.report);

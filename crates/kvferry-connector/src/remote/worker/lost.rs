@@ -4,9 +4,7 @@
 //! saved then: whoever is gone knew which operations still write into blocks, and is the only one who could have
 //! reported them.
 
-use std::thread::JoinHandle;
-
-use kvferry_engine::{EngineError, panic_message};
+use kvferry_engine::EngineError;
 
 use super::RemoteWorker;
 use crate::contract::WorkerLost;
@@ -18,39 +16,22 @@ impl RemoteWorker {
         if self.is_shut_down {
             return Ok(());
         }
-        if self.lost.is_none()
-            && let Some((thread, reason)) = self.find_ended()
-        {
-            let rank = self.rank;
-            tracing::error!(
-                rank,
-                thread,
-                reason,
-                "a thread has ended by itself; the server must be restarted"
-            );
-            self.lost = Some(WorkerLost {
-                rank,
-                thread,
-                reason,
-            });
+        if self.lost.is_none() {
+            self.lost = self.find_ended();
         }
         self.lost.clone().map_or(Ok(()), Err)
     }
 
-    fn find_ended(&mut self) -> Option<(&'static str, String)> {
+    fn find_ended(&mut self) -> Option<WorkerLost> {
         if let Err(error) = self.engine.check() {
             let reason = match error {
                 EngineError::Panicked { reason } => format!("it panicked: {reason}"),
                 other => other.to_string(),
             };
-            return Some(("progress thread", reason));
+            return Some(WorkerLost::found(self.rank, "progress thread", reason));
         }
         let ended = self.loader.take_if(|loader| loader.is_finished())?;
-        let reason = match JoinHandle::join(ended) {
-            Ok(()) => "it returned without being told to".to_owned(),
-            Err(panic) => format!("it panicked: {}", panic_message(&*panic)),
-        };
-        Some(("loader", reason))
+        Some(WorkerLost::of(self.rank, "loader", ended))
     }
 }
 

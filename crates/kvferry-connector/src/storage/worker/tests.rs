@@ -34,7 +34,9 @@ fn stuck(
     register(&mut worker);
     let (loads, load_queue) = unbounded();
     let (saves, save_queue) = unbounded();
+    // The threads see the end of their queues.
     worker.jobs = Some(Queues { loads, saves });
+    worker.threads.clear();
     (worker, load_queue, save_queue)
 }
 
@@ -53,6 +55,27 @@ fn register(worker: &mut StorageWorker) -> MemoryRegion {
     let groups = vec![CacheGroup { block_tokens: 4 }];
     worker.register(&CacheLayout { groups, layers }).unwrap();
     memory
+}
+
+#[test]
+fn c92_a_thread_that_ended_by_itself_ends_the_engine() {
+    let files = tempfile::tempdir().unwrap();
+    let (mut worker, _loads, _saves) = stuck(files.path());
+    assert!(worker.take_report().unwrap().is_empty());
+    worker.threads.push(std::thread::spawn(|| panic!("a bug")));
+    let deadline = Instant::now() + Duration::from_secs(60);
+    let lost = loop {
+        match worker.take_report() {
+            Ok(_) => assert!(Instant::now() < deadline, "nobody says that it is gone"),
+            Err(lost) => break lost,
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    };
+    assert_eq!(
+        (lost.rank, lost.thread, &*lost.reason),
+        (0, "storage thread", "it panicked: a bug")
+    );
+    assert_eq!(worker.take_report(), Err(lost));
 }
 
 fn block(block: u32) -> KeyedBlock {
