@@ -19,7 +19,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,9 @@ HOLD = {
     "remote_port": None,
 }
 BROKEN = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+# A server whose /health failed so often in a row, with so many seconds between, is given up.
+HEALTH_TRIES = 3
+HEALTH_PAUSE = 0.5
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Options:
     decode: list[str]
     connect_timeout: float = 3.0
     prefill_timeout: float = 120.0
+    health_after: float = 5.0
     silence_timeout: float = 300.0
     pause: float = 5.0
 
@@ -187,6 +191,31 @@ class Router:
             raise LegFailed(f"{server.kind}_failed", f"{server.kind} server {server.url}: {why}")
         return answer
 
+    async def while_it_lives(self, server: Server, leg: Coroutine[Any, Any, Answer]) -> Answer:
+        """A leg's answer. One that waits for long waits for a server that answers elsewhere: a server that hangs, or
+        that has stopped listening, would cost the leg's whole time. Raises LegFailed."""
+        answer, gone = asyncio.ensure_future(leg), asyncio.ensure_future(self.until_gone(server))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return await answer
+            server.left_out_until = time.monotonic() + self.options.pause
+            why = f"no answer to the leg, and /health says: {gone.result()}"
+            raise LegFailed(f"{server.kind}_silent", f"{server.kind} server {server.url}: {why}")
+        finally:
+            answer.cancel()
+            gone.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
+    async def until_gone(self, server: Server) -> str:
+        """Returns what /health said last when it has failed some times in a row."""
+        failed, state = 0, ""
+        while failed < HEALTH_TRIES:
+            await asyncio.sleep(HEALTH_PAUSE if failed else max(self.options.health_after, HEALTH_PAUSE))
+            state = await self.state_of(server)
+            failed = 0 if state == "ok" else failed + 1
+        return state
+
     async def first_leg(self, call: Call) -> dict[str, Any]:
         """Has the prompt computed and held: the parameters for the second leg."""
         if not call.is_single():
@@ -195,7 +224,8 @@ class Router:
         if not servers:
             raise LegFailed("prefill_unreachable", "no prefill server could be reached in the last seconds")
         limit = self.options.prefill_timeout
-        answer = await self.leg(servers[0], call, call.for_prefill(), strict=True, total=limit)
+        leg = self.leg(servers[0], call, call.for_prefill(), strict=True, total=limit)
+        answer = await self.while_it_lives(servers[0], leg)
         answer.response.close()
         if answer.response.status >= 400:
             raise Refused(answer.response.status, answer.head.decode(errors="replace"))
@@ -347,6 +377,7 @@ def main() -> None:
     for name, what in {
         "connect_timeout": "to connect to a server",
         "prefill_timeout": "for a whole prefill leg",
+        "health_after": "without an answer to a prefill leg after which, and every so often, /health is asked",
         "silence_timeout": "between two bytes from a decode server, or to a client",
         "pause": "that a server is left out after it did not answer",
     }.items():

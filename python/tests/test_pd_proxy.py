@@ -60,8 +60,9 @@ def streams(chunks: list[bytes], cut: bool = False) -> Reply:
 class Fake:
     """A server with its replies, one per request; the last one is repeated."""
 
-    def __init__(self, *replies: Reply) -> None:
+    def __init__(self, *replies: Reply, health: Reply | None = None) -> None:
         self.replies = list(replies)
+        self.health = health or says({})
         self.bodies: list[dict[str, Any]] = []
         self.ids: list[str] = []
         self.seen = asyncio.Event()
@@ -81,7 +82,7 @@ class Fake:
     async def start(self) -> str:
         app = web.Application()
         app.router.add_post("/v1/{any:.*}", self.answer)
-        app.router.add_get("/health", says({}))
+        app.router.add_get("/health", self.health)
         self.runner, self.url = await listen(app)
         return self.url
 
@@ -247,6 +248,62 @@ def test_without_a_first_leg_a_decode_server_computes_all(reply: Reply | None, r
             assert await client.alone() == {reason: 1}
 
     test()
+
+
+@pytest.mark.parametrize("health", [never, says({}, status=503)], ids=["hangs", "is dead"])
+def test_a_prefill_leg_to_a_server_that_hangs_is_given_up(health: Reply) -> None:
+    """Long before the leg's own limit, which is the test's here."""
+
+    @runs
+    async def test() -> None:
+        prefill, decode = Fake(never, health=health), Fake(says(DONE))
+        options = {"prefill_timeout": 2 * LIMIT, "health_after": 0.5, "connect_timeout": 0.5}
+        async with routed([prefill], [decode], **options) as client:
+            assert await client.whole() == (200, DONE)
+            await prefill.left.wait()
+            assert (len(prefill.bodies), decode.bodies) == (1, [ASKED])
+            # It is left out from now on.
+            assert await client.whole() == (200, DONE)
+            assert len(prefill.bodies) == 1
+            assert await client.alone() == {"prefill_silent": 1, "prefill_unreachable": 1}
+
+    test()
+
+
+@runs
+async def test_a_server_that_stops_listening_with_a_leg_open_is_given_up() -> None:
+    """As vLLM does when it is stopped: the connection stays open, and nobody answers on it."""
+    prefill, decode = Fake(never), Fake(says(DONE))
+    options = {"prefill_timeout": 2 * LIMIT, "health_after": 0.5, "connect_timeout": 0.5}
+    async with routed([prefill], [decode], **options) as client:
+        request = asyncio.ensure_future(client.whole())
+        await prefill.seen.wait()
+        for site in list(prefill.runner.sites):
+            await site.stop()
+        assert await request == (200, DONE)
+        await prefill.left.wait()
+        assert await client.alone() == {"prefill_silent": 1}
+
+
+@runs
+async def test_a_long_prefill_is_waited_for_while_the_server_is_well() -> None:
+    asked = asyncio.Queue[None]()
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        asked.put_nowait(None)
+        # One failure more than would end the leg, but never in a row.
+        return web.json_response({}, status=503 if asked.qsize() % pd_proxy.HEALTH_TRIES else 200)
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        while asked.qsize() < 2 * pd_proxy.HEALTH_TRIES:
+            await asyncio.sleep(0.05)
+        return web.json_response(HELD)
+
+    prefill, decode = Fake(slow, health=health), Fake(says(DONE))
+    async with routed([prefill], [decode], health_after=0.5) as client:
+        assert await client.whole() == (200, DONE)
+        assert decode.bodies == [{**ASKED, "kv_transfer_params": PARAMS}]
+        assert await client.alone() == {}
 
 
 ERROR = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
