@@ -41,6 +41,8 @@ BROKEN = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
 # A server whose /health failed so often in a row, with so many seconds between, is given up.
 HEALTH_TRIES = 3
 HEALTH_PAUSE = 0.5
+# At most one line of a kind in so many seconds.
+LINE_EVERY = 10.0
 
 
 @dataclass
@@ -75,6 +77,24 @@ class Fleet:
         self.turn = (self.turn + 1) % len(self.servers)
         now = time.monotonic()
         return [it for it in self.servers[self.turn :] + self.servers[: self.turn] if it.left_out_until <= now]
+
+
+class Lines:
+    """The log, with at most one line of a kind in `LINE_EVERY` seconds: while a server is down, every request would
+    have the same one."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, float] = {}
+        self.held_back: Counter[str] = Counter()
+
+    def say(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+        now = time.monotonic()
+        if now < self.said.get(kind, float("-inf")) + LINE_EVERY:
+            self.held_back[kind] += 1
+            return
+        self.said[kind] = now
+        held_back = self.held_back.pop(kind, 0)
+        log.log(level, "%s%s", text, f" ({held_back} more like it were held back)" if held_back else "")
 
 
 class LegFailed(Exception):
@@ -156,6 +176,7 @@ class Router:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.prefill, self.decode = Fleet("prefill", options.prefill), Fleet("decode", options.decode)
+        self.lines = Lines()
         self.counts = Counter(requests=0, computed_by_decode=0, streams_broken=0)
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
@@ -267,10 +288,12 @@ class Router:
             except LegFailed as failure:
                 self.counts.update(("computed_by_decode", f"computed_by_decode_{failure.reason}"))
                 level = logging.INFO if failure.reason == "several" else logging.WARNING
-                log.log(level, "request %s is computed by a decode server alone: %s", name, failure)
+                text = f"request {name} is computed by a decode server alone: {failure}"
+                self.lines.say(failure.reason, text, level)
                 answer = await self.second_leg(call, None)
         except Refused as refused:
-            log.info("request %s: HTTP %d, %s", name, refused.status, shown(str(refused)))
+            text = f"request {name}: HTTP {refused.status}, {shown(str(refused))}"
+            self.lines.say(f"HTTP {refused.status}", text, logging.INFO)
             headers = {"X-Request-Id": name}
             return web.Response(
                 status=refused.status, text=str(refused), content_type="application/json", headers=headers
@@ -314,7 +337,7 @@ class Router:
                 self.counts["streams_broken"] += 1
                 await out.write(f"data: {error_body(502, lost)}\n\n".encode())
         if lost:
-            log.warning("request %s: %s", name, lost)
+            self.lines.say("stream", f"request {name}: {lost}")
             # Without the end of a whole answer.
             if transport is not None:
                 transport.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -502,6 +503,42 @@ async def test_health_is_that_of_the_decode_servers() -> None:
         await decode.stop()
         status, found = await client.health()
         assert (status, found["status"]) == (503, "no decode server answers")
+
+
+@runs
+async def test_a_server_that_is_down_costs_a_line_and_not_one_per_request() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    pd_proxy.log.addHandler(handler)
+    try:
+        async with routed([NOBODY], [Fake(says(DONE))]) as client:
+            for _ in range(30):
+                assert await client.whole() == (200, DONE)
+            await client.whole({**ASKED, "prompt": ["a", "b"]})
+            # The counts have them all.
+            assert await client.alone() == {"prefill_unreachable": 30, "several": 1}
+    finally:
+        pd_proxy.log.removeHandler(handler)
+    assert [NOBODY in line for line in lines] == [True], lines
+
+
+def test_the_next_line_of_a_kind_says_how_many_were_held_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(pd_proxy.time, "monotonic", lambda: now)
+    lines = pd_proxy.Lines()
+    for _ in range(4):
+        lines.say("a", "text a")
+    lines.say("b", "text b")
+    now += pd_proxy.LINE_EVERY
+    lines.say("a", "text a")
+    lines.say("a", "text a")
+    now += pd_proxy.LINE_EVERY
+    lines.say("b", "text b")
+    wanted = ["text a", "text b", "text a (3 more like it were held back)", "text b"]
+    assert [record.getMessage() for record in caplog.records] == wanted
 
 
 PROGRAM = [sys.executable, pd_proxy.__file__]
