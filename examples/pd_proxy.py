@@ -343,6 +343,21 @@ class Router:
                 transport.close()
         return out
 
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models, as the first decode server that can be reached answers it."""
+        headers = {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
+        limit = aiohttp.ClientTimeout(total=self.options.connect_timeout)
+        failures = []
+        for server in self.decode.servers:
+            try:
+                async with self.session.get(server.url + request.path, headers=headers, timeout=limit) as response:
+                    kind = {"Content-Type": response.headers.get("Content-Type", "")}
+                    return web.Response(status=response.status, body=await response.read(), headers=kind)
+            except BROKEN as error:
+                failures.append(f"{server.url}: {str(error) or 'no answer in time'}")
+        body = error_body(503, f"no decode server can be reached: {'; '.join(failures)}")
+        return web.Response(status=503, text=body, content_type="application/json")
+
     async def health(self, request: web.Request) -> web.Response:
         """200 while a decode server answers: that is enough. With the counts since the start."""
         prefill, decode = await asyncio.gather(self.states_of(self.prefill), self.states_of(self.decode))
@@ -379,6 +394,7 @@ def application(options: Options) -> web.Application:
     app.cleanup_ctx.append(router.run)
     app.router.add_post("/v1/completions", router.complete)
     app.router.add_post("/v1/chat/completions", router.complete)
+    app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
     return app
 

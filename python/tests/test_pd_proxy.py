@@ -61,9 +61,9 @@ def streams(chunks: list[bytes], cut: bool = False) -> Reply:
 class Fake:
     """A server with its replies, one per request; the last one is repeated."""
 
-    def __init__(self, *replies: Reply, health: Reply | None = None) -> None:
+    def __init__(self, *replies: Reply, health: Reply | None = None, models: Reply | None = None) -> None:
         self.replies = list(replies)
-        self.health = health or says({})
+        self.health, self.models = health or says({}), models or says({})
         self.bodies: list[dict[str, Any]] = []
         self.ids: list[str] = []
         self.seen = asyncio.Event()
@@ -84,6 +84,7 @@ class Fake:
         app = web.Application()
         app.router.add_post("/v1/{any:.*}", self.answer)
         app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
         self.runner, self.url = await listen(app)
         return self.url
 
@@ -489,6 +490,27 @@ async def test_a_stream_that_breaks_off_is_not_a_whole_one() -> None:
         assert (error["code"], "broke off" in error["message"]) == (502, True)
         _, found = await client.health()
         assert found["counts"] == {"requests": 1, "computed_by_decode": 0, "streams_broken": 1}
+
+
+@runs
+async def test_models_are_those_of_a_decode_server() -> None:
+    models = {"object": "list", "data": [{"id": "m", "object": "model"}]}
+    seen: list[str | None] = []
+
+    async def listed(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response(models)
+
+    decode = Fake(says(DONE), models=listed)
+    async with routed([Fake(says(HELD))], [NOBODY, decode]) as client:
+        url = f"{client.url}/v1/models"
+        async with client.session.get(url, headers={"Authorization": "Bearer key"}) as answer:
+            assert (answer.status, answer.content_type, await answer.json()) == (200, "application/json", models)
+        assert (seen, decode.bodies) == (["Bearer key"], [])
+        await decode.stop()
+        async with client.session.get(url) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"], NOBODY in error["message"]) == (503, 503, True)
 
 
 @runs
