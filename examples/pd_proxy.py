@@ -19,7 +19,7 @@ import logging
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,11 @@ HOLD = {
     "remote_port": None,
 }
 BROKEN = (aiohttp.ClientError, OSError, asyncio.TimeoutError)
+# A server whose /health failed so often in a row, with so many seconds between, is given up.
+HEALTH_TRIES = 3
+HEALTH_PAUSE = 0.5
+# At most one line of a kind in so many seconds.
+LINE_EVERY = 10.0
 
 
 @dataclass
@@ -48,6 +53,7 @@ class Options:
     decode: list[str]
     connect_timeout: float = 3.0
     prefill_timeout: float = 120.0
+    health_after: float = 5.0
     silence_timeout: float = 300.0
     pause: float = 5.0
 
@@ -71,6 +77,24 @@ class Fleet:
         self.turn = (self.turn + 1) % len(self.servers)
         now = time.monotonic()
         return [it for it in self.servers[self.turn :] + self.servers[: self.turn] if it.left_out_until <= now]
+
+
+class Lines:
+    """The log, with at most one line of a kind in `LINE_EVERY` seconds: while a server is down, every request would
+    have the same one."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, float] = {}
+        self.held_back: Counter[str] = Counter()
+
+    def say(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+        now = time.monotonic()
+        if now < self.said.get(kind, float("-inf")) + LINE_EVERY:
+            self.held_back[kind] += 1
+            return
+        self.said[kind] = now
+        held_back = self.held_back.pop(kind, 0)
+        log.log(level, "%s%s", text, f" ({held_back} more like it were held back)" if held_back else "")
 
 
 class LegFailed(Exception):
@@ -152,6 +176,7 @@ class Router:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.prefill, self.decode = Fleet("prefill", options.prefill), Fleet("decode", options.decode)
+        self.lines = Lines()
         self.counts = Counter(requests=0, computed_by_decode=0, streams_broken=0)
 
     async def run(self, app: web.Application) -> AsyncIterator[None]:
@@ -187,6 +212,31 @@ class Router:
             raise LegFailed(f"{server.kind}_failed", f"{server.kind} server {server.url}: {why}")
         return answer
 
+    async def while_it_lives(self, server: Server, leg: Coroutine[Any, Any, Answer]) -> Answer:
+        """A leg's answer. One that waits for long waits for a server that answers elsewhere: a server that hangs, or
+        that has stopped listening, would cost the leg's whole time. Raises LegFailed."""
+        answer, gone = asyncio.ensure_future(leg), asyncio.ensure_future(self.until_gone(server))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return await answer
+            server.left_out_until = time.monotonic() + self.options.pause
+            why = f"no answer to the leg, and /health says: {gone.result()}"
+            raise LegFailed(f"{server.kind}_silent", f"{server.kind} server {server.url}: {why}")
+        finally:
+            answer.cancel()
+            gone.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
+    async def until_gone(self, server: Server) -> str:
+        """Returns what /health said last when it has failed some times in a row."""
+        failed, state = 0, ""
+        while failed < HEALTH_TRIES:
+            await asyncio.sleep(HEALTH_PAUSE if failed else max(self.options.health_after, HEALTH_PAUSE))
+            state = await self.state_of(server)
+            failed = 0 if state == "ok" else failed + 1
+        return state
+
     async def first_leg(self, call: Call) -> dict[str, Any]:
         """Has the prompt computed and held: the parameters for the second leg."""
         if not call.is_single():
@@ -195,7 +245,8 @@ class Router:
         if not servers:
             raise LegFailed("prefill_unreachable", "no prefill server could be reached in the last seconds")
         limit = self.options.prefill_timeout
-        answer = await self.leg(servers[0], call, call.for_prefill(), strict=True, total=limit)
+        leg = self.leg(servers[0], call, call.for_prefill(), strict=True, total=limit)
+        answer = await self.while_it_lives(servers[0], leg)
         answer.response.close()
         if answer.response.status >= 400:
             raise Refused(answer.response.status, answer.head.decode(errors="replace"))
@@ -237,10 +288,12 @@ class Router:
             except LegFailed as failure:
                 self.counts.update(("computed_by_decode", f"computed_by_decode_{failure.reason}"))
                 level = logging.INFO if failure.reason == "several" else logging.WARNING
-                log.log(level, "request %s is computed by a decode server alone: %s", name, failure)
+                text = f"request {name} is computed by a decode server alone: {failure}"
+                self.lines.say(failure.reason, text, level)
                 answer = await self.second_leg(call, None)
         except Refused as refused:
-            log.info("request %s: HTTP %d, %s", name, refused.status, shown(str(refused)))
+            text = f"request {name}: HTTP {refused.status}, {shown(str(refused))}"
+            self.lines.say(f"HTTP {refused.status}", text, logging.INFO)
             headers = {"X-Request-Id": name}
             return web.Response(
                 status=refused.status, text=str(refused), content_type="application/json", headers=headers
@@ -284,11 +337,26 @@ class Router:
                 self.counts["streams_broken"] += 1
                 await out.write(f"data: {error_body(502, lost)}\n\n".encode())
         if lost:
-            log.warning("request %s: %s", name, lost)
+            self.lines.say("stream", f"request {name}: {lost}")
             # Without the end of a whole answer.
             if transport is not None:
                 transport.close()
         return out
+
+    async def models(self, request: web.Request) -> web.Response:
+        """GET /v1/models, as the first decode server that can be reached answers it."""
+        headers = {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
+        limit = aiohttp.ClientTimeout(total=self.options.connect_timeout)
+        failures = []
+        for server in self.decode.servers:
+            try:
+                async with self.session.get(server.url + request.path, headers=headers, timeout=limit) as response:
+                    kind = {"Content-Type": response.headers.get("Content-Type", "")}
+                    return web.Response(status=response.status, body=await response.read(), headers=kind)
+            except BROKEN as error:
+                failures.append(f"{server.url}: {str(error) or 'no answer in time'}")
+        body = error_body(503, f"no decode server can be reached: {'; '.join(failures)}")
+        return web.Response(status=503, text=body, content_type="application/json")
 
     async def health(self, request: web.Request) -> web.Response:
         """200 while a decode server answers: that is enough. With the counts since the start."""
@@ -326,6 +394,7 @@ def application(options: Options) -> web.Application:
     app.cleanup_ctx.append(router.run)
     app.router.add_post("/v1/completions", router.complete)
     app.router.add_post("/v1/chat/completions", router.complete)
+    app.router.add_get("/v1/models", router.models)
     app.router.add_get("/health", router.health)
     return app
 
@@ -347,6 +416,7 @@ def main() -> None:
     for name, what in {
         "connect_timeout": "to connect to a server",
         "prefill_timeout": "for a whole prefill leg",
+        "health_after": "without an answer to a prefill leg after which, and every so often, /health is asked",
         "silence_timeout": "between two bytes from a decode server, or to a client",
         "pause": "that a server is left out after it did not answer",
     }.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -60,8 +61,9 @@ def streams(chunks: list[bytes], cut: bool = False) -> Reply:
 class Fake:
     """A server with its replies, one per request; the last one is repeated."""
 
-    def __init__(self, *replies: Reply) -> None:
+    def __init__(self, *replies: Reply, health: Reply | None = None, models: Reply | None = None) -> None:
         self.replies = list(replies)
+        self.health, self.models = health or says({}), models or says({})
         self.bodies: list[dict[str, Any]] = []
         self.ids: list[str] = []
         self.seen = asyncio.Event()
@@ -81,7 +83,8 @@ class Fake:
     async def start(self) -> str:
         app = web.Application()
         app.router.add_post("/v1/{any:.*}", self.answer)
-        app.router.add_get("/health", says({}))
+        app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
         self.runner, self.url = await listen(app)
         return self.url
 
@@ -247,6 +250,62 @@ def test_without_a_first_leg_a_decode_server_computes_all(reply: Reply | None, r
             assert await client.alone() == {reason: 1}
 
     test()
+
+
+@pytest.mark.parametrize("health", [never, says({}, status=503)], ids=["hangs", "is dead"])
+def test_a_prefill_leg_to_a_server_that_hangs_is_given_up(health: Reply) -> None:
+    """Long before the leg's own limit, which is the test's here."""
+
+    @runs
+    async def test() -> None:
+        prefill, decode = Fake(never, health=health), Fake(says(DONE))
+        options = {"prefill_timeout": 2 * LIMIT, "health_after": 0.5, "connect_timeout": 0.5}
+        async with routed([prefill], [decode], **options) as client:
+            assert await client.whole() == (200, DONE)
+            await prefill.left.wait()
+            assert (len(prefill.bodies), decode.bodies) == (1, [ASKED])
+            # It is left out from now on.
+            assert await client.whole() == (200, DONE)
+            assert len(prefill.bodies) == 1
+            assert await client.alone() == {"prefill_silent": 1, "prefill_unreachable": 1}
+
+    test()
+
+
+@runs
+async def test_a_server_that_stops_listening_with_a_leg_open_is_given_up() -> None:
+    """As vLLM does when it is stopped: the connection stays open, and nobody answers on it."""
+    prefill, decode = Fake(never), Fake(says(DONE))
+    options = {"prefill_timeout": 2 * LIMIT, "health_after": 0.5, "connect_timeout": 0.5}
+    async with routed([prefill], [decode], **options) as client:
+        request = asyncio.ensure_future(client.whole())
+        await prefill.seen.wait()
+        for site in list(prefill.runner.sites):
+            await site.stop()
+        assert await request == (200, DONE)
+        await prefill.left.wait()
+        assert await client.alone() == {"prefill_silent": 1}
+
+
+@runs
+async def test_a_long_prefill_is_waited_for_while_the_server_is_well() -> None:
+    asked = asyncio.Queue[None]()
+
+    async def health(request: web.Request) -> web.StreamResponse:
+        asked.put_nowait(None)
+        # One failure more than would end the leg, but never in a row.
+        return web.json_response({}, status=503 if asked.qsize() % pd_proxy.HEALTH_TRIES else 200)
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        while asked.qsize() < 2 * pd_proxy.HEALTH_TRIES:
+            await asyncio.sleep(0.05)
+        return web.json_response(HELD)
+
+    prefill, decode = Fake(slow, health=health), Fake(says(DONE))
+    async with routed([prefill], [decode], health_after=0.5) as client:
+        assert await client.whole() == (200, DONE)
+        assert decode.bodies == [{**ASKED, "kv_transfer_params": PARAMS}]
+        assert await client.alone() == {}
 
 
 ERROR = b'data: {"error": {"message": "Internal server error", "code": 500}}\n\n'
@@ -434,6 +493,27 @@ async def test_a_stream_that_breaks_off_is_not_a_whole_one() -> None:
 
 
 @runs
+async def test_models_are_those_of_a_decode_server() -> None:
+    models = {"object": "list", "data": [{"id": "m", "object": "model"}]}
+    seen: list[str | None] = []
+
+    async def listed(request: web.Request) -> web.StreamResponse:
+        seen.append(request.headers.get("Authorization"))
+        return web.json_response(models)
+
+    decode = Fake(says(DONE), models=listed)
+    async with routed([Fake(says(HELD))], [NOBODY, decode]) as client:
+        url = f"{client.url}/v1/models"
+        async with client.session.get(url, headers={"Authorization": "Bearer key"}) as answer:
+            assert (answer.status, answer.content_type, await answer.json()) == (200, "application/json", models)
+        assert (seen, decode.bodies) == (["Bearer key"], [])
+        await decode.stop()
+        async with client.session.get(url) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"], NOBODY in error["message"]) == (503, 503, True)
+
+
+@runs
 async def test_health_is_that_of_the_decode_servers() -> None:
     prefill, decode = Fake(says(HELD)), Fake(says(DONE))
     async with routed([prefill], [NOBODY, decode]) as client:
@@ -445,6 +525,42 @@ async def test_health_is_that_of_the_decode_servers() -> None:
         await decode.stop()
         status, found = await client.health()
         assert (status, found["status"]) == (503, "no decode server answers")
+
+
+@runs
+async def test_a_server_that_is_down_costs_a_line_and_not_one_per_request() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    pd_proxy.log.addHandler(handler)
+    try:
+        async with routed([NOBODY], [Fake(says(DONE))]) as client:
+            for _ in range(30):
+                assert await client.whole() == (200, DONE)
+            await client.whole({**ASKED, "prompt": ["a", "b"]})
+            # The counts have them all.
+            assert await client.alone() == {"prefill_unreachable": 30, "several": 1}
+    finally:
+        pd_proxy.log.removeHandler(handler)
+    assert [NOBODY in line for line in lines] == [True], lines
+
+
+def test_the_next_line_of_a_kind_says_how_many_were_held_back(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(pd_proxy.time, "monotonic", lambda: now)
+    lines = pd_proxy.Lines()
+    for _ in range(4):
+        lines.say("a", "text a")
+    lines.say("b", "text b")
+    now += pd_proxy.LINE_EVERY
+    lines.say("a", "text a")
+    lines.say("a", "text a")
+    now += pd_proxy.LINE_EVERY
+    lines.say("b", "text b")
+    wanted = ["text a", "text b", "text a (3 more like it were held back)", "text b"]
+    assert [record.getMessage() for record in caplog.records] == wanted
 
 
 PROGRAM = [sys.executable, pd_proxy.__file__]
