@@ -51,6 +51,7 @@ class Engine:
 
     def turn(self, output: Any = None) -> Results:
         plan = Plan(self.scheduler.build_step(output or step()))
+        assert plan.plan, "a step without a plan"
         self.worker.release(plan.plan)
         self.worker.begin(plan.plan)
         self.worker.end()
