@@ -9,15 +9,14 @@ __all__ = [
     "EngineError",
     "SchedulerHalf",
     "WorkerHalf",
-    "check_settings",
     "describe_settings",
     "lost_log_lines",
     "metrics",
     "misspelt_variables",
     "next_log_lines",
+    "read_settings",
     "start_log",
     "stop_log",
-    "ucx_choice",
     "ucx_copies",
 ]
 
@@ -83,10 +82,9 @@ class WorkerHalf:
     def figures(self) -> _Figures: ...
     def shutdown(self) -> None: ...
 
-def check_settings(connector: str, extra: str) -> list[str]: ...
+def read_settings(connector: str, extra: str) -> tuple[list[str], bool, str | None]: ...
 def misspelt_variables(names: list[str]) -> list[tuple[str, str]]: ...
 def describe_settings(connector: str) -> list[tuple[str, str, str]]: ...
-def ucx_choice(extra: str) -> str | None: ...
 def ucx_copies() -> list[str]: ...
 def metrics(
     connector: str,

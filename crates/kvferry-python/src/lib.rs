@@ -51,9 +51,7 @@ mod _native {
     #[pymodule_export]
     use super::scheduler::SchedulerHalf;
     #[pymodule_export]
-    use super::setup::{
-        check_settings, describe_settings, misspelt_variables, ucx_choice, ucx_copies,
-    };
+    use super::setup::{describe_settings, misspelt_variables, read_settings, ucx_copies};
     #[pymodule_export]
     use super::worker::WorkerHalf;
 

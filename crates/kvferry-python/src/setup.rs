@@ -103,25 +103,27 @@ fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-fn parse(extra: &str) -> PyResult<Params> {
-    serde_json::from_str(extra)
-        .map_err(|error| configuration(format!("kv_connector_extra_config: {error}")))
-}
+/// What Python needs of a connector's settings: what is set, for the log; whether blocks are saved to a directory; and
+/// which UCX is asked for (`"system"`, `"libucx"` or a path).
+type Read = (Vec<String>, bool, Option<String>);
 
-/// Raises what is wrong with a connector's `kv_connector_extra_config`, as JSON; otherwise says what is set in it or in
-/// the environment, for the log.
+/// Reads a `kv_connector_extra_config`, as JSON, and the environment, and raises what is wrong.
 #[pyfunction]
-pub(crate) fn check_settings(connector: &str, extra: &str) -> PyResult<Vec<String>> {
-    let extra = parse(extra)?;
-    match connector {
-        "KvferryConnector" => {
-            Settings::from_json(&extra, variable).map(|_| Settings::chosen(&extra, variable))
-        }
-        _ => {
-            StorageOnly::from_json(&extra, variable).map(|_| StorageOnly::chosen(&extra, variable))
-        }
+pub(crate) fn read_settings(connector: &str, extra: &str) -> PyResult<Read> {
+    let extra: Params = serde_json::from_str(extra)
+        .map_err(|error| configuration(format!("kv_connector_extra_config: {error}")))?;
+    if connector != "KvferryConnector" {
+        StorageOnly::from_json(&extra, variable).map_err(configuration)?;
+        return Ok((StorageOnly::chosen(&extra, variable), true, None));
     }
-    .map_err(configuration)
+    let settings = Settings::from_json(&extra, variable).map_err(configuration)?;
+    let ucx = settings.ucx.map(|choice| match choice {
+        UcxChoice::System => "system".to_owned(),
+        UcxChoice::Libucx => "libucx".to_owned(),
+        UcxChoice::Path(path) => path.display().to_string(),
+    });
+    let chosen = Settings::chosen(&extra, variable);
+    Ok((chosen, settings.shared_storage.is_some(), ucx))
 }
 
 /// Environment variables that look like settings and are none, each with the one that may be meant.
@@ -140,17 +142,6 @@ pub(crate) fn describe_settings(connector: &str) -> Vec<(&'static str, &'static 
         "KvferryConnector" => Settings::describe().collect(),
         _ => StorageOnly::describe().collect(),
     }
-}
-
-/// Which UCX a `kv_connector_extra_config` asks for: `None`, `"system"`, `"libucx"` or a path.
-#[pyfunction]
-pub(crate) fn ucx_choice(extra: &str) -> PyResult<Option<String>> {
-    let settings = Settings::from_json(&parse(extra)?, variable).map_err(configuration)?;
-    Ok(settings.ucx.map(|choice| match choice {
-        UcxChoice::System => "system".to_owned(),
-        UcxChoice::Libucx => "libucx".to_owned(),
-        UcxChoice::Path(path) => path.display().to_string(),
-    }))
 }
 
 /// The files of all copies of UCX in this process.

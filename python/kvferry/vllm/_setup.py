@@ -57,7 +57,7 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
         extra_text = json.dumps(extra, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"kv_connector_extra_config is no JSON: {error}") from error
-    chosen = _native.check_settings(connector, extra_text)
+    chosen, has_directory, ucx = _native.read_settings(connector, extra_text)
     logger.info("%s: settings: %s", connector, ", ".join(chosen) or "all defaults")
     for name, meant in _native.misspelt_variables(list(os.environ)):
         logger.warning("%s: the environment variable %s is no setting; did you mean %s?", connector, name, meant)
@@ -74,7 +74,6 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
     transferred = tuple(getattr(kv_cache_config, "transfer_group_ids", everything))
     cacheable = tuple(getattr(kv_cache_config, "prefix_cacheable_group_ids", transferred))
     environment = {name: value for name, value in os.environ.items() if name.startswith("KVFERRY_")}
-    has_directory = bool(extra.get("shared_storage_path") or environment.get("KVFERRY_SHARED_STORAGE_PATH"))
     groups = transferred if connector == "KvferryConnector" else cacheable
     if has_directory and groups != cacheable:
         raise ConfigurationError(
@@ -111,7 +110,7 @@ def of(connector: str, vllm_config: Any, kv_cache_config: Any) -> Setup:
         },
         "extra": extra,
         "port_offset": getattr(parallel, "data_parallel_index", 0) or 0,
-        "ucx_library": None if connector != "KvferryConnector" else _ucx.library(_native.ucx_choice(extra_text)),
+        "ucx_library": None if connector != "KvferryConnector" else _ucx.library(ucx),
     }
     return Setup(
         connector=connector,
