@@ -5,6 +5,7 @@ use kvferry_engine::LaneChoice;
 use kvferry_wire::demo::{DEMO_BLOCK_TOKENS, DEMO_BLOCK_UNIT, MAX_DEMO_BLOCKS};
 use kvferry_wire::{DemoPlan, MAX_READ_TABLES};
 
+use crate::bench::BenchArgs;
 use crate::error::CliError;
 use crate::fault::Fault;
 
@@ -37,6 +38,8 @@ pub(crate) enum Command {
     /// seed; tokens come out right only if every byte was. The exit status is 1 if a rule was broken,
     /// with the rule and the command that shows it again.
     Sim(SimArgs),
+    /// Measure how fast blocks move
+    Bench(BenchArgs),
 }
 
 #[derive(Clone, Debug, Args)]
@@ -279,7 +282,7 @@ pub(crate) fn parse_size(text: &str) -> Result<u64, String> {
         .ok_or_else(too_large)
 }
 
-fn parse_lane(text: &str) -> Result<LaneChoice, String> {
+pub(crate) fn parse_lane(text: &str) -> Result<LaneChoice, String> {
     text.parse()
 }
 

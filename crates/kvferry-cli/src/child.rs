@@ -1,17 +1,18 @@
-//! The producer process that the demo starts.
+//! Processes that this one starts and speaks to: the demo's producer, and those of the benchmarks.
 //!
 //! Invariant: the process does not outlive its handle. It is told to end by the end of its standard
 //! input, which the operating system closes too should this process die; on every other path it is
 //! killed.
 
-use std::io::{BufRead, BufReader};
-use std::process::{Child, ChildStdin, ChildStdout, Command, ExitStatus, Stdio};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use crossbeam::channel::{RecvTimeoutError, bounded};
+use crossbeam::channel::{Receiver, RecvTimeoutError, unbounded};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use crate::error::CliError;
@@ -25,34 +26,21 @@ pub(crate) struct Ready {
 
 /// A producer as a process of its own.
 pub(crate) struct ProducerProcess {
-    child: Child,
-    /// Its end ends the producer.
-    stdin: Option<ChildStdin>,
+    process: LineProcess,
     address: String,
 }
 
 impl ProducerProcess {
     /// Starts this program again as a producer, and waits until it is ready.
     pub(crate) fn start(options: &[String], timeout: Duration) -> Result<Self, CliError> {
-        let program = std::env::current_exe().map_err(CliError::system("finding this program"))?;
-        let mut child = Command::new(program)
-            .args(["serve", "--machine"])
-            .args(options)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .map_err(CliError::system("starting the producer process"))?;
-        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        let mut process = Self {
-            child,
-            stdin,
-            address: String::new(),
-        };
-        let Some(stdout) = stdout else {
-            return Err(CliError::Child("has no standard output".to_owned()));
-        };
-        process.address = process.read_address(stdout, timeout)?;
-        Ok(process)
+        let mut command = this_program()?;
+        command.args(["serve", "--machine"]).args(options);
+        let process = LineProcess::start(command, "producer")?;
+        let ready: Ready = process.answer(timeout)?;
+        Ok(Self {
+            process,
+            address: ready.address,
+        })
     }
 
     /// Where its directory listens.
@@ -60,34 +48,104 @@ impl ProducerProcess {
         &self.address
     }
 
-    fn read_address(&mut self, stdout: ChildStdout, timeout: Duration) -> Result<String, CliError> {
-        let (sender, receiver) = bounded(1);
+    /// Tells the process to end and waits for it.
+    pub(crate) fn finish(self, timeout: Duration) -> Result<(), CliError> {
+        self.process.finish(timeout)
+    }
+}
+
+/// This program, to be started again.
+pub(crate) fn this_program() -> Result<Command, CliError> {
+    let program = std::env::current_exe().map_err(CliError::system("finding this program"))?;
+    Ok(Command::new(program))
+}
+
+/// A process that is spoken to by lines, and ends when nobody can speak to it any more.
+pub(crate) struct LineProcess {
+    child: Child,
+    /// Its end ends the process.
+    stdin: Option<ChildStdin>,
+    lines: Receiver<std::io::Result<String>>,
+    name: String,
+}
+
+impl LineProcess {
+    /// Starts it; `name` says in errors whose process it is.
+    pub(crate) fn start(mut command: Command, name: &str) -> Result<Self, CliError> {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|source| CliError::Spawn {
+                name: name.to_owned(),
+                program: command.get_program().to_string_lossy().into_owned(),
+                source,
+            })?;
+        let (sender, lines) = unbounded();
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
+        let process = Self {
+            child,
+            stdin,
+            lines,
+            name: name.to_owned(),
+        };
+        let Some(stdout) = stdout else {
+            return Err(process.failed("has no standard output"));
+        };
         // The pipe cannot be read with a deadline. The thread ends with the process, at the latest.
         std::thread::Builder::new()
-            .name("kvf-ready".to_owned())
+            .name("kvf-lines".to_owned())
             .spawn(move || {
-                let mut line = String::new();
-                let read = BufReader::new(stdout).read_line(&mut line).map(|_| line);
-                // Nobody listens any more when it took too long.
-                let _ = sender.send(read);
+                for line in BufReader::new(stdout).lines() {
+                    if sender.send(line).is_err() {
+                        return;
+                    }
+                }
             })
             .map_err(CliError::system("starting a thread"))?;
-        let line = match receiver.recv_timeout(timeout) {
-            Ok(line) => line.map_err(CliError::system("reading from the producer process"))?,
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+        Ok(process)
+    }
+
+    /// The next line that it prints, as JSON.
+    pub(crate) fn answer<T: DeserializeOwned>(&self, timeout: Duration) -> Result<T, CliError> {
+        let line = match self.lines.recv_timeout(timeout) {
+            Ok(line) => line.map_err(CliError::system("reading from a process"))?,
+            Err(RecvTimeoutError::Timeout) => {
                 return Err(CliError::Late {
-                    what: "the producer process was not ready",
+                    what: format!("the {} process has not answered", self.name),
                     waited: timeout,
                 });
             }
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(self.failed("has ended before it answered"));
+            }
         };
-        if line.is_empty() {
-            let status = self.wait(timeout)?;
-            return Err(CliError::Child(format!("did not start ({status})")));
+        serde_json::from_str(&line)
+            .map_err(|error| self.failed(&format!("said {line:?}, which is no answer: {error}")))
+    }
+
+    /// Says something to it and waits for the answer.
+    pub(crate) fn ask<T: DeserializeOwned>(
+        &mut self,
+        question: &impl Serialize,
+        timeout: Duration,
+    ) -> Result<T, CliError> {
+        let mut line = serde_json::to_vec(question)
+            .map_err(|error| CliError::system("writing JSON")(error.into()))?;
+        line.push(b'\n');
+        let said = match &mut self.stdin {
+            Some(stdin) => stdin.write_all(&line).and_then(|()| stdin.flush()),
+            None => Ok(()),
+        };
+        said.map_err(|_| self.failed("does not listen any more"))?;
+        self.answer(timeout)
+    }
+
+    fn failed(&self, what: &str) -> CliError {
+        CliError::Child {
+            name: self.name.clone(),
+            what: what.to_owned(),
         }
-        let ready: Ready = serde_json::from_str(&line)
-            .map_err(|_| CliError::Child(format!("said {line:?} instead of its address")))?;
-        Ok(ready.address)
     }
 
     /// Tells the process to end and waits for it.
@@ -97,13 +155,13 @@ impl ProducerProcess {
         if status.success() {
             Ok(())
         } else {
-            Err(CliError::Child(format!("failed ({status})")))
+            Err(self.failed(&format!("failed ({status})")))
         }
     }
 
     /// Waits until the process has ended.
     fn wait(&mut self, timeout: Duration) -> Result<ExitStatus, CliError> {
-        let failed = "waiting for the producer process";
+        let failed = "waiting for a process";
         let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         let Some(pid) = pid else {
             return self.child.wait().map_err(CliError::system(failed));
@@ -120,7 +178,7 @@ impl ProducerProcess {
         };
         if ready == 0 {
             return Err(CliError::Late {
-                what: "the producer process did not end",
+                what: format!("the {} process did not end", self.name),
                 waited: timeout,
             });
         }
@@ -128,7 +186,7 @@ impl ProducerProcess {
     }
 }
 
-impl Drop for ProducerProcess {
+impl Drop for LineProcess {
     fn drop(&mut self) {
         // Both do nothing if it has ended and was waited for.
         let _ = self.child.kill();

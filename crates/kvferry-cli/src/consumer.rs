@@ -118,7 +118,7 @@ fn answer(answers: &Receiver<Answer>, late: &'static str) -> Result<DemoReply, C
         Ok(Answer::Gone) => Err(CliError::Producer("is gone".to_owned())),
         Ok(Answer::Unreadable(reason)) => Err(unreadable(&reason)),
         Err(_) => Err(CliError::Late {
-            what: late,
+            what: late.to_owned(),
             waited: PATIENCE,
         }),
     }

@@ -6,7 +6,10 @@ use std::time::Duration;
 
 use kvferry_connector::directory::{DirectoryError, PublishError};
 use kvferry_connector::remote::RemoteError;
-use kvferry_engine::{ConnectError, EngineError, SendError};
+use kvferry_engine::{
+    ConnectError, EngineError, MemoryError, ReadError, RegisterError, SendError, TableError,
+    TransferError,
+};
 use kvferry_sim::{Breach, SimError};
 use kvferry_wire::WireError;
 use thiserror::Error;
@@ -57,16 +60,35 @@ pub(crate) enum CliError {
     },
     /// Somebody did not do something in time.
     #[error("{what} within {waited:?}")]
-    Late {
-        what: &'static str,
-        waited: Duration,
-    },
+    Late { what: String, waited: Duration },
     /// The producer answered, but not with what was asked for.
     #[error("the producer {0}")]
     Producer(String),
-    /// The process that the demo started is not of use.
-    #[error("the producer process {0}; its own messages are above")]
-    Child(String),
+    /// A process that was started is not of use.
+    #[error("the {name} process {what}; its own messages are above")]
+    Child { name: String, what: String },
+    /// A process could not be started.
+    #[error("the {name} process could not be started: {program}: {source}")]
+    Spawn {
+        name: String,
+        program: String,
+        source: std::io::Error,
+    },
+    /// A region or a table of blocks.
+    #[error(transparent)]
+    Memory(#[from] MemoryError),
+    #[error(transparent)]
+    Register(#[from] RegisterError),
+    #[error(transparent)]
+    Table(#[from] TableError),
+    /// A read was refused, or a transfer failed.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    #[error(transparent)]
+    Transfer(#[from] TransferError),
+    /// A plot could not be drawn.
+    #[error("{path} could not be drawn: {reason}")]
+    Plot { path: String, reason: String },
 }
 
 impl CliError {

@@ -1,4 +1,4 @@
-//! The `kvferry` program: `demo`, `serve`, `pull` and `sim`.
+//! The `kvferry` program: `demo`, `serve`, `pull`, `sim` and `bench`.
 //!
 //! Responsible for the command line, for a producer and a consumer with the reference scheduler and
 //! `RemotePrefill` in them, for the router between the two, and for judging and reporting what
@@ -9,6 +9,7 @@
 //! includes sizes for which there is no memory, and 1 for everything else.
 
 mod args;
+mod bench;
 mod child;
 mod consumer;
 mod demo;
@@ -55,6 +56,7 @@ pub fn run(args: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Serve(args) => serve::run(&args),
         Command::Pull(args) => pull::run(&args),
         Command::Sim(args) => sim::run(&args),
+        Command::Bench(args) => bench::run(&args),
     });
     match outcome {
         Ok(code) => code,

@@ -123,7 +123,7 @@ impl Producer {
         let end = self.end.recv_timeout(patience);
         end.map_err(|error| match error {
             RecvTimeoutError::Timeout => CliError::Late {
-                what: "the producer's thread did not end",
+                what: "the producer's thread did not end".to_owned(),
                 waited: patience,
             },
             RecvTimeoutError::Disconnected => {

@@ -147,7 +147,7 @@ impl Run {
                 moved = Instant::now();
             } else if moved.elapsed() > PATIENCE {
                 return Err(CliError::Late {
-                    what: "no request got any further",
+                    what: "no request got any further".to_owned(),
                     waited: PATIENCE,
                 });
             }

@@ -3,6 +3,7 @@
 #![allow(missing_docs)]
 #![allow(clippy::unwrap_used)]
 
+mod bench;
 mod demo;
 mod refusals;
 mod serve_pull;
