@@ -8,6 +8,7 @@ later one asks for a turn; the end of the input ends the program. Started with `
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+
+# Answers have standard output for themselves: what libraries print there goes to standard error.
+_answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
 
 # What destinations hold before they are read into.
 POISON = 0xA5A5A5A5A5A5A5A5
@@ -82,7 +87,10 @@ class Holder:
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None and self.process.stdout is not None
         print(json.dumps(question), file=self.process.stdin, flush=True)
-        return answer_of(self.process.stdout.readline)
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit("the process that holds the blocks has ended; its own messages are above")
+        return json.loads(line)
 
     def end(self) -> None:
         assert self.process.stdin is not None
@@ -94,17 +102,14 @@ class Holder:
             self.process.wait()
 
 
-def answer_of(readline: Callable[[], str]) -> dict[str, Any]:
-    """The next line that is an object: libraries print what they like on standard output."""
-    while line := readline():
-        if line.startswith("{"):
-            return json.loads(line)
-        print(line, end="", file=sys.stderr)
-    raise SystemExit("the process that holds the blocks has ended; its own messages are above")
-
-
 def say(**answer: Any) -> None:
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(answer), file=_answers, flush=True)
+
+
+def leave() -> None:
+    """Ends this process without the destructors of libraries: NIXL 1.5.1's end in a segmentation fault."""
+    _answers.flush()
+    os._exit(0)
 
 
 def run(read: Callable[[Case, Holder], Reader], hold: Callable[[Case], dict[str, Any]]) -> None:
@@ -115,7 +120,7 @@ def run(read: Callable[[Case, Holder], Reader], hold: Callable[[Case], dict[str,
         say(**hold(case))
         while sys.stdin.readline():
             pass
-        return
+        leave()
     holder = Holder(question)
     try:
         reader = read(case, holder)
@@ -125,3 +130,4 @@ def run(read: Callable[[Case, Holder], Reader], hold: Callable[[Case], dict[str,
             say(seconds=seconds, operations=operations, wrong=wrong)
     finally:
         holder.end()
+    leave()

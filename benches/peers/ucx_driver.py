@@ -47,11 +47,11 @@ def client(program: str, port: int, case: Case, count: int) -> float:
     command += ["-w", str(WARM_UP), "-O", outstanding, "-f"]
     for _ in range(100):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        found = re.search(r"^Final:(.*)$", done.stdout, re.MULTILINE)
-        if done.returncode == 0 and found:
-            # Iterations, typical and average and overall latency, then average and overall MB/s.
-            numbers = [float(number) for number in re.findall(r"[0-9.]+", found.group(1))]
-            return count * case.block_bytes / (numbers[-3] * (1 << 20))
+        rows = re.findall(r"^(?:Final:)?\s*\d+(?:\s+[0-9.]+){7}\s*$", done.stdout, re.MULTILINE)
+        if done.returncode == 0 and rows:
+            # Iterations; median, average and overall latency; average and overall MB/s; the same of messages.
+            numbers = [float(number) for number in re.findall(r"[0-9.]+", rows[-1])]
+            return count * case.block_bytes / (numbers[5] * (1 << 20))
         time.sleep(0.05)
     raise SystemExit(f"{' '.join(command)} failed: {done.stdout}{done.stderr}")
 

@@ -11,7 +11,7 @@ use std::time::Duration;
 use crossbeam::channel::{Receiver, RecvTimeoutError, unbounded};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -49,7 +49,7 @@ impl ProducerProcess {
     }
 
     /// Tells the process to end and waits for it.
-    pub(crate) fn finish(self, timeout: Duration) -> Result<(), CliError> {
+    pub(crate) fn finish(mut self, timeout: Duration) -> Result<(), CliError> {
         self.process.finish(timeout)
     }
 }
@@ -141,6 +141,14 @@ impl LineProcess {
         self.answer(timeout)
     }
 
+    /// Sends a signal to it and to the processes that it has started, if it was started as the first of a group.
+    pub(crate) fn signal_group(&self, signal: Signal) {
+        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
+            // It may have ended.
+            let _ = kill_process_group(pid, signal);
+        }
+    }
+
     fn failed(&self, what: &str) -> CliError {
         CliError::Child {
             name: self.name.clone(),
@@ -149,7 +157,7 @@ impl LineProcess {
     }
 
     /// Tells the process to end and waits for it.
-    pub(crate) fn finish(mut self, timeout: Duration) -> Result<(), CliError> {
+    pub(crate) fn finish(&mut self, timeout: Duration) -> Result<(), CliError> {
         self.stdin = None;
         let status = self.wait(timeout)?;
         if status.success() {

@@ -1,13 +1,17 @@
 //! Other engines: a program per engine (`benches/peers/`) that moves the same blocks between two processes of its own.
 //!
+//! All processes of a driver stand still while others have their turn: NIXL's threads spin also when nothing moves.
+//!
 //! It reads one line of JSON per question and prints one per answer. The first question is the case; each later one asks
 //! for a turn. Its standard error is ours.
 
 use std::io::Write;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use tempfile::NamedTempFile;
 
@@ -55,9 +59,24 @@ struct Moved {
     wrong: u64,
 }
 
+/// A driver and the process that it reads; neither outlives this.
+struct Group {
+    process: LineProcess,
+    is_over: bool,
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        // Once it was waited for, its number may be somebody else's.
+        if !self.is_over {
+            self.process.signal_group(Signal::KILL);
+        }
+    }
+}
+
 pub(crate) struct Driver {
     peer: Peer,
-    process: LineProcess,
+    group: Group,
     started: Started,
     turns: u64,
     /// Read once, when the process starts.
@@ -75,8 +94,14 @@ impl Driver {
             .flat_map(u32::to_le_bytes)
             .collect();
         pairs.write_all(&ids).map_err(failed())?;
-        let mut process = LineProcess::start(command(peer, args), peer.name())?;
-        let started = process.ask(
+        let mut command = command(peer, args);
+        command.process_group(0);
+        let process = LineProcess::start(command, peer.name())?;
+        let mut group = Group {
+            process,
+            is_over: false,
+        };
+        let started = group.process.ask(
             &Wanted {
                 block_bytes: case.block_bytes,
                 blocks: case.blocks,
@@ -88,9 +113,10 @@ impl Driver {
             },
             PATIENCE,
         )?;
+        group.process.signal_group(Signal::STOP);
         Ok(Self {
             peer,
-            process,
+            group,
             started,
             turns: 0,
             _pairs: pairs,
@@ -127,7 +153,12 @@ impl Contender for Driver {
 
     fn turn(&mut self) -> Result<Turn, CliError> {
         self.turns += 1;
-        let moved: Moved = self.process.ask(&Again { turn: self.turns }, PATIENCE)?;
+        self.group.process.signal_group(Signal::CONT);
+        let moved: Moved = self
+            .group
+            .process
+            .ask(&Again { turn: self.turns }, PATIENCE)?;
+        self.group.process.signal_group(Signal::STOP);
         let time = Duration::try_from_secs_f64(moved.seconds)
             .map_err(|_| CliError::Usage(format!("a turn of {} seconds", moved.seconds)))?;
         Ok(Turn {
@@ -137,7 +168,10 @@ impl Contender for Driver {
         })
     }
 
-    fn end(self: Box<Self>) -> Result<(), CliError> {
-        self.process.finish(PATIENCE)
+    fn end(mut self: Box<Self>) -> Result<(), CliError> {
+        self.group.process.signal_group(Signal::CONT);
+        let ended = self.group.process.finish(PATIENCE);
+        self.group.is_over = ended.is_ok();
+        ended
     }
 }

@@ -56,7 +56,7 @@ impl Holder {
         })
     }
 
-    pub(crate) fn finish(self) -> Result<(), CliError> {
+    pub(crate) fn finish(mut self) -> Result<(), CliError> {
         self.process.finish(PATIENCE)
     }
 }
