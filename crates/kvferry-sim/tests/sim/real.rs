@@ -82,14 +82,14 @@ tests! {
     remote_without_faults: "remote", None, Loopback, 20;
     remote_with_faults: "remote", Mixed, Loopback, 20;
     remote_with_harsh_faults: "remote", Harsh, Loopback, 20;
-    remote_with_reads_that_lie: "remote", Lying, Loopback, 20;
+    remote_with_reads_that_lie: "remote", Lying, Loopback, 10;
     storage_without_faults: "storage", None, Loopback, 20;
     storage_with_faults: "storage", Mixed, Loopback, 20;
     storage_with_harsh_faults: "storage", Harsh, Loopback, 20;
     multi_without_faults: "multi", None, Loopback, 20;
     multi_with_faults: "multi", Mixed, Loopback, 20;
     multi_with_harsh_faults: "multi", Harsh, Loopback, 20;
-    multi_with_reads_that_lie: "multi", Lying, Loopback, 20;
+    multi_with_reads_that_lie: "multi", Lying, Loopback, 10;
     remote_over_ucx_without_faults: "remote", None, Ucx, 8;
     remote_over_ucx_with_faults: "remote", Mixed, Ucx, 8;
     multi_over_ucx_with_harsh_faults: "multi", Harsh, Ucx, 8;
