@@ -278,9 +278,7 @@ class Router:
         """POST /v1/completions and /v1/chat/completions. A client that goes away cancels this, which ends its leg."""
         self.counts["requests"] += 1
         name = request.headers.get("X-Request-Id") or uuid.uuid4().hex
-        headers = {"X-Request-Id": name}
-        if "Authorization" in request.headers:
-            headers["Authorization"] = request.headers["Authorization"]
+        headers = {"X-Request-Id": name, **authorization_of(request)}
         try:
             call = Call(request.path, await self.body_of(request), headers)
             try:
@@ -345,7 +343,7 @@ class Router:
 
     async def models(self, request: web.Request) -> web.Response:
         """GET /v1/models, as the first decode server that can be reached answers it."""
-        headers = {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
+        headers = authorization_of(request)
         limit = aiohttp.ClientTimeout(total=self.options.connect_timeout)
         failures = []
         for server in self.decode.servers:
@@ -377,6 +375,11 @@ class Router:
                 return "ok" if response.status == 200 else f"HTTP {response.status}"
         except BROKEN as error:
             return str(error) or "no answer"
+
+
+def authorization_of(request: web.Request) -> dict[str, str]:
+    """The client's header with its key for the servers, if it has one."""
+    return {name: request.headers[name] for name in ("Authorization",) if name in request.headers}
 
 
 def shown(body: bytes | str) -> str:

@@ -4,7 +4,8 @@
 //! input, which the operating system closes too should this process die; on every other path it is
 //! killed.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
@@ -60,6 +61,24 @@ pub(crate) fn this_program() -> Result<Command, CliError> {
     Ok(Command::new(program))
 }
 
+/// In a process that was started so: prints an answer as a line.
+pub(crate) fn say_line(answer: &impl Serialize) -> Result<(), CliError> {
+    let mut line = serde_json::to_vec(answer)
+        .map_err(|error| CliError::system("writing JSON")(error.into()))?;
+    line.push(b'\n');
+    let mut out = std::io::stdout();
+    out.write_all(&line)
+        .and_then(|()| out.flush())
+        .map_err(CliError::system("writing to standard output"))
+}
+
+/// In a process that was started so: waits until nobody can speak to it any more.
+pub(crate) fn wait_for_end_of_input() {
+    let mut ignored = [0; 64];
+    // Whatever is written there means nothing; an error is an end as well.
+    while matches!(std::io::stdin().read(&mut ignored), Ok(1..)) {}
+}
+
 /// A process that is spoken to by lines, and ends when nobody can speak to it any more.
 pub(crate) struct LineProcess {
     child: Child,
@@ -67,11 +86,23 @@ pub(crate) struct LineProcess {
     stdin: Option<ChildStdin>,
     lines: Receiver<std::io::Result<String>>,
     name: String,
+    /// Whether the processes that it starts are signalled and end with it.
+    leads_group: bool,
 }
 
 impl LineProcess {
     /// Starts it; `name` says in errors whose process it is.
-    pub(crate) fn start(mut command: Command, name: &str) -> Result<Self, CliError> {
+    pub(crate) fn start(command: Command, name: &str) -> Result<Self, CliError> {
+        Self::spawn(command, name, false)
+    }
+
+    /// The same, with the processes that it will start as one group: see [`signal`](Self::signal).
+    pub(crate) fn start_group(mut command: Command, name: &str) -> Result<Self, CliError> {
+        command.process_group(0);
+        Self::spawn(command, name, true)
+    }
+
+    fn spawn(mut command: Command, name: &str, leads_group: bool) -> Result<Self, CliError> {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -88,6 +119,7 @@ impl LineProcess {
             stdin,
             lines,
             name: name.to_owned(),
+            leads_group,
         };
         let Some(stdout) = stdout else {
             return Err(process.failed("has no standard output"));
@@ -141,10 +173,13 @@ impl LineProcess {
         self.answer(timeout)
     }
 
-    /// Sends a signal to it and to the processes that it has started, if it was started as the first of a group.
-    pub(crate) fn signal_group(&self, signal: Signal) {
-        if let Some(pid) = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw) {
-            // It may have ended.
+    /// Sends a signal to all processes of its group, if it leads one and has not been waited for: then its number
+    /// may be somebody else's.
+    pub(crate) fn signal(&mut self, signal: Signal) {
+        let runs = matches!(self.child.try_wait(), Ok(None));
+        let pid = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
+        if let Some(pid) = pid.filter(|_| runs && self.leads_group) {
+            // It may have ended just now.
             let _ = kill_process_group(pid, signal);
         }
     }
@@ -196,7 +231,8 @@ impl LineProcess {
 
 impl Drop for LineProcess {
     fn drop(&mut self) {
-        // Both do nothing if it has ended and was waited for.
+        // These do nothing if it has ended and was waited for.
+        self.signal(Signal::KILL);
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

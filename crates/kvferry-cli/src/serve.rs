@@ -1,6 +1,6 @@
 //! `kvferry serve`: a producer until somebody interrupts it.
 
-use std::io::{Read, Write};
+use std::io::Write;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -13,7 +13,7 @@ use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
 use crate::args::ServeArgs;
-use crate::child::Ready;
+use crate::child::{Ready, say_line, wait_for_end_of_input};
 use crate::error::CliError;
 use crate::half::bytes_of;
 use crate::memory;
@@ -71,23 +71,20 @@ pub(crate) fn run(args: &ServeArgs) -> Result<ExitCode, CliError> {
 /// Says where the producer is.
 fn announce(args: &ServeArgs, producer: &Producer) -> Result<(), CliError> {
     let address = producer.address();
-    let mut out = std::io::stdout();
-    let line = if args.machine {
+    if args.machine {
         let address = address.to_string();
-        serde_json::to_string(&Ready { address })
-            .map_err(|error| CliError::system("writing JSON")(error.into()))?
-    } else {
-        if producer.emulates() {
-            say(format_args!("emulated one-sided reads are allowed"));
-        }
-        if let Some(version) = producer.ucx_version() {
-            say(format_args!(
-                "UCX {version}; read with: kvferry pull {address}"
-            ));
-        }
-        format!("serving at {address}")
-    };
-    writeln!(out, "{line}")
+        return say_line(&Ready { address });
+    }
+    if producer.emulates() {
+        say(format_args!("emulated one-sided reads are allowed"));
+    }
+    if let Some(version) = producer.ucx_version() {
+        say(format_args!(
+            "UCX {version}; read with: kvferry pull {address}"
+        ));
+    }
+    let mut out = std::io::stdout();
+    writeln!(out, "serving at {address}")
         .and_then(|()| out.flush())
         .map_err(CliError::system("writing to standard output"))
 }
@@ -112,9 +109,7 @@ fn watch(input: bool) -> Result<Receiver<Stop>, CliError> {
     })?;
     if input {
         spawn("kvf-input", move || {
-            let mut ignored = [0; 64];
-            // Whatever is written there means nothing; an error is an end as well.
-            while matches!(std::io::stdin().read(&mut ignored), Ok(1..)) {}
+            wait_for_end_of_input();
             tell(&sender, Stop::InputEnded);
         })?;
     }

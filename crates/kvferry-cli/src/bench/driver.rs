@@ -6,7 +6,6 @@
 //! for a turn. Its standard error is ours.
 
 use std::io::Write;
-use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
@@ -59,24 +58,9 @@ struct Moved {
     wrong: u64,
 }
 
-/// A driver and the process that it reads; neither outlives this.
-struct Group {
-    process: LineProcess,
-    is_over: bool,
-}
-
-impl Drop for Group {
-    fn drop(&mut self) {
-        // Once it was waited for, its number may be somebody else's.
-        if !self.is_over {
-            self.process.signal_group(Signal::KILL);
-        }
-    }
-}
-
 pub(crate) struct Driver {
     peer: Peer,
-    group: Group,
+    process: LineProcess,
     started: Started,
     turns: u64,
     /// Read once, when the process starts.
@@ -84,7 +68,14 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    pub(crate) fn start(case: Case, peer: Peer, args: &ReadArgs) -> Result<Self, CliError> {
+    /// Starts the program of this name with these variables.
+    pub(crate) fn start(
+        case: Case,
+        peer: Peer,
+        program: &str,
+        variables: &[(&str, &str)],
+        args: &ReadArgs,
+    ) -> Result<Self, CliError> {
         let failed = || CliError::system("writing a file of block ids");
         let mut pairs = NamedTempFile::new().map_err(failed())?;
         let ids: Vec<u8> = case
@@ -94,14 +85,12 @@ impl Driver {
             .flat_map(u32::to_le_bytes)
             .collect();
         pairs.write_all(&ids).map_err(failed())?;
-        let mut command = command(peer, args);
-        command.process_group(0);
-        let process = LineProcess::start(command, peer.name())?;
-        let mut group = Group {
-            process,
-            is_over: false,
-        };
-        let started = group.process.ask(
+        let mut command = Command::new(&args.python);
+        command
+            .arg(args.peers.join(program))
+            .envs(variables.iter().copied());
+        let mut process = LineProcess::start_group(command, peer.name())?;
+        let started = process.ask(
             &Wanted {
                 block_bytes: case.block_bytes,
                 blocks: case.blocks,
@@ -113,29 +102,15 @@ impl Driver {
             },
             PATIENCE,
         )?;
-        group.process.signal_group(Signal::STOP);
+        process.signal(Signal::STOP);
         Ok(Self {
             peer,
-            group,
+            process,
             started,
             turns: 0,
             _pairs: pairs,
         })
     }
-}
-
-fn command(peer: Peer, args: &ReadArgs) -> Command {
-    let (file, variables): (_, &[(&str, &str)]) = match peer {
-        Peer::Nixl => ("nixl_driver.py", &[]),
-        Peer::NixlTcp => ("nixl_driver.py", &[("UCX_TLS", "tcp")]),
-        Peer::Mooncake => ("mooncake_driver.py", &[]),
-        Peer::Ucx | Peer::Memcpy | Peer::Socket => ("ucx_driver.py", &[]),
-    };
-    let mut command = Command::new(&args.python);
-    command
-        .arg(args.peers.join(file))
-        .envs(variables.iter().copied());
-    command
 }
 
 impl Contender for Driver {
@@ -153,12 +128,9 @@ impl Contender for Driver {
 
     fn turn(&mut self) -> Result<Turn, CliError> {
         self.turns += 1;
-        self.group.process.signal_group(Signal::CONT);
-        let moved: Moved = self
-            .group
-            .process
-            .ask(&Again { turn: self.turns }, PATIENCE)?;
-        self.group.process.signal_group(Signal::STOP);
+        self.process.signal(Signal::CONT);
+        let moved: Moved = self.process.ask(&Again { turn: self.turns }, PATIENCE)?;
+        self.process.signal(Signal::STOP);
         let time = Duration::try_from_secs_f64(moved.seconds)
             .map_err(|_| CliError::Usage(format!("a turn of {} seconds", moved.seconds)))?;
         Ok(Turn {
@@ -169,9 +141,7 @@ impl Contender for Driver {
     }
 
     fn end(mut self: Box<Self>) -> Result<(), CliError> {
-        self.group.process.signal_group(Signal::CONT);
-        let ended = self.group.process.finish(PATIENCE);
-        self.group.is_over = ended.is_ok();
-        ended
+        self.process.signal(Signal::CONT);
+        self.process.finish(PATIENCE)
     }
 }

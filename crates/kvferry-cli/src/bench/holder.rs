@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::args::HoldArgs;
 use super::case::{Case, Pattern};
 use super::socket::PIECE;
-use crate::child::{LineProcess, this_program};
+use crate::child::{LineProcess, say_line, this_program, wait_for_end_of_input};
 use crate::error::CliError;
 
 /// Time for the process to start and to fill its blocks, and to end.
@@ -86,20 +86,11 @@ pub(crate) fn run(args: &HoldArgs) -> Result<ExitCode, CliError> {
         .name("kvf-socket".to_owned())
         .spawn(move || send_all(&listener, case))
         .map_err(CliError::system("starting a thread"))?;
-    let held = Held {
+    say_line(&Held {
         description: hex(&engine.describe()?.encode()?),
         socket,
-    };
-    let mut line = serde_json::to_vec(&held)
-        .map_err(|error| CliError::system("writing JSON")(error.into()))?;
-    line.push(b'\n');
-    let mut out = std::io::stdout();
-    out.write_all(&line)
-        .and_then(|()| out.flush())
-        .map_err(CliError::system("writing to standard output"))?;
-    let mut ignored = [0; 64];
-    // Whatever is written there means nothing; an error is an end as well.
-    while matches!(std::io::stdin().read(&mut ignored), Ok(1..)) {}
+    })?;
+    wait_for_end_of_input();
     drop(region);
     engine.shutdown(Duration::from_secs(5))?;
     Ok(ExitCode::SUCCESS)

@@ -82,12 +82,14 @@ fn start(args: &ReadArgs, case: &Case, holder: &Holder) -> Result<Vec<Measured>,
         all.push(Box::new(Reads::start(*case, holder, lane, workers, depth)?));
     }
     for &peer in &args.compare {
+        let driver = |program, variables| Driver::start(*case, peer, program, variables, args);
         all.push(match peer {
             Peer::Memcpy => Box::new(Copies::start(*case, workers)?),
             Peer::Socket => Box::new(Socket::start(*case, holder)?),
-            Peer::Ucx | Peer::Nixl | Peer::NixlTcp | Peer::Mooncake => {
-                Box::new(Driver::start(*case, peer, args)?)
-            }
+            Peer::Ucx => Box::new(driver("ucx_driver.py", &[])?),
+            Peer::Nixl => Box::new(driver("nixl_driver.py", &[])?),
+            Peer::NixlTcp => Box::new(driver("nixl_driver.py", &[("UCX_TLS", "tcp")])?),
+            Peer::Mooncake => Box::new(driver("mooncake_driver.py", &[])?),
         });
     }
     let fresh = |contender| Measured {

@@ -427,3 +427,10 @@ pub(crate) fn pair_of(fabric: &Fabric, change: impl Fn(&mut RemoteConfig)) -> (S
         side("decode", Role::Consumer),
     )
 }
+
+/// Has the consumer connected and the lease kept alive.
+pub(crate) fn connected(producer: &Side, consumer: &mut Side, request: &Request) {
+    consumer.scheduler.on_new_request(&request.view());
+    consumer.step(&[]);
+    until("a renewal", || producer.renewed(0) > 0);
+}

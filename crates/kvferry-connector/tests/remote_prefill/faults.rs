@@ -10,7 +10,7 @@ use kvferry_connector::remote::{RemoteConfig, Role};
 use kvferry_engine::LoopbackNetwork;
 use kvferry_engine::fabric::{Fault, FaultControl, FaultRates};
 
-use crate::bench::{Fabric, PATIENCE, Request, Side, config, until};
+use crate::bench::{Fabric, PATIENCE, Request, Side, config, connected};
 
 fn control(seed: u64, rates: FaultRates) -> FaultControl {
     FaultControl::new(seed, rates).unwrap()
@@ -35,13 +35,6 @@ fn faulty_consumer(control: &FaultControl, lease: Duration) -> (Side, Side) {
         &Fabric::Faulty(network, control.clone()),
     );
     (producer, consumer)
-}
-
-/// Has the consumer connected and the lease kept alive.
-fn connected(producer: &Side, consumer: &mut Side, request: &Request) {
-    consumer.scheduler.on_new_request(&request.view());
-    consumer.step(&[]);
-    until("a renewal", || producer.renewed(0) > 0);
 }
 
 /// C28: the read begins under the lease and ends after it: the bytes that it brought are never accepted.

@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
-use kvferry_connector::contract::{SchedulerConnector, WorkerConnector, WorkerLost};
+use kvferry_connector::contract::{WorkerConnector, WorkerLost};
 use kvferry_connector::remote::{RemoteWorker, Role};
 use kvferry_engine::LoopbackNetwork;
 use kvferry_engine::fabric::{FaultControl, FaultRates};
 
-use crate::bench::{Fabric, PATIENCE, Request, Side, config, until};
+use crate::bench::{Fabric, PATIENCE, Request, Side, config, connected, until};
 
 /// A service on this rank's progress thread panics; what the rank says then. Before that it reports nothing.
 fn lost(worker: &mut RemoteWorker, panics: &AtomicBool) -> WorkerLost {
@@ -50,9 +50,7 @@ fn c92_a_rank_whose_progress_thread_panicked_reports_no_load_any_more() {
     let params = producer.prefill(&Request::export("p", 32), &[2, 3], 1);
     producer.step(&[]);
     let request = Request::new("d", 32, Some(params));
-    consumer.scheduler.on_new_request(&request.view());
-    consumer.step(&[]);
-    until("a renewal", || producer.renewed(0) > 0);
+    connected(&producer, &mut consumer, &request);
     control.stall();
     consumer.alloc(&request, &[8, 9], 0, 32);
     consumer.step(&[]);

@@ -7,7 +7,7 @@ use kvferry_connector::remote::Role;
 use kvferry_engine::LoopbackNetwork;
 use kvferry_engine::fabric::{Fault, FaultControl, FaultRates};
 
-use crate::bench::{Fabric, PATIENCE, Request, Setup, Side, config, until};
+use crate::bench::{Fabric, PATIENCE, Request, Setup, Side, config, connected, until};
 
 /// A producer, and a consumer whose reads may lie.
 fn sides(verify: bool, control: &FaultControl) -> (Side, Side) {
@@ -58,9 +58,7 @@ fn load(
     let params = producer.export(&prefilled, &[vec![2, 3, 4, 9], vec![5, 6]]);
     producer.step(&[]);
     let request = Request::new("d", 64, Some(params));
-    consumer.scheduler.on_new_request(&request.view());
-    consumer.step(&[]);
-    until("a renewal", || producer.renewed(0) > 0);
+    connected(producer, consumer, &request);
     if let Some((control, rates)) = rates {
         control.set_rates(rates);
     }
@@ -138,9 +136,7 @@ fn offered(producer: &mut Side, consumer: &mut Side) -> (Request, Request) {
     let params = producer.prefill(&prefilled, &[2, 3], 1);
     producer.step(&[]);
     let request = Request::new("d", 32, Some(params));
-    consumer.scheduler.on_new_request(&request.view());
-    consumer.step(&[]);
-    until("a renewal", || producer.renewed(0) > 0);
+    connected(producer, consumer, &request);
     (prefilled, request)
 }
 

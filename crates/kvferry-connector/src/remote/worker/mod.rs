@@ -33,7 +33,7 @@ use self::stats::LoaderCounters;
 pub use self::stats::LoaderStats;
 use super::{RemoteConfig, RemoteError, Report, rank_of};
 use crate::contract::{
-    CacheLayout, RegisterCacheError, ReportPart, Role, StepPlan, WorkerConnector, WorkerLost,
+    CacheLayout, RegisterCacheError, ReportPart, StepPlan, WorkerConnector, WorkerLost,
     WorkerReport,
 };
 use crate::lease::{
@@ -289,7 +289,7 @@ impl RemoteWorker {
 
     /// Refuses memory whose checksums cannot be computed, if they are to be.
     fn check_kinds(&self, layout: &CacheLayout) -> Result<(), RegisterCacheError> {
-        let verifies = self.config.verify && self.config.role != Role::Producer;
+        let verifies = self.config.verify && self.config.role.loads();
         let mut layers = layout.layers.iter();
         match layers.find(|layer| verifies && layer.memory.kind() != MemoryKind::Host) {
             None => Ok(()),

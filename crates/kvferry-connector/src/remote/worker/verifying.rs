@@ -32,13 +32,17 @@ impl Verifying {
     }
 }
 
-fn flat(groups: &[GroupPairs], blocks: impl Fn(&GroupPairs) -> &[u32]) -> Vec<GroupBlock> {
-    let of = |pairs: &GroupPairs| -> Vec<GroupBlock> {
+/// The blocks of all groups, one after the other.
+fn flat<'a>(
+    groups: &'a [GroupPairs],
+    blocks: impl Fn(&'a GroupPairs) -> &'a [u32] + Copy + 'a,
+) -> impl Iterator<Item = GroupBlock> + 'a {
+    groups.iter().flat_map(move |pairs| {
         let group = pairs.group;
-        let blocks = blocks(pairs).iter();
-        blocks.map(|&block| GroupBlock { group, block }).collect()
-    };
-    groups.iter().flat_map(of).collect()
+        blocks(pairs)
+            .iter()
+            .map(move |&block| GroupBlock { group, block })
+    })
 }
 
 impl Loader {
@@ -57,7 +61,7 @@ impl Loader {
         };
         let load = borrowed.load;
         let question = encode_ask(load, flat(&borrowed.blocks, |pairs| &pairs.remote));
-        let local = flat(&borrowed.blocks, |pairs| &pairs.local);
+        let local = flat(&borrowed.blocks, |pairs| &pairs.local).collect();
         let asked = match question {
             Ok(question) => peer.send(CHECKSUM_CHANNEL, question).map_err(|error| {
                 let failure = LoadFailure::Peer;
@@ -139,30 +143,28 @@ impl Loader {
         let (Some(ours), Some(theirs)) = (&verifying.ours, &verifying.theirs) else {
             return;
         };
-        let local = flat(&borrowed.blocks, |pairs| &pairs.local);
-        let remote = flat(&borrowed.blocks, |pairs| &pairs.remote);
-        if ours.len() != local.len() || theirs.len() != local.len() {
-            let (got, blocks) = (theirs.len(), local.len());
+        let blocks: usize = borrowed.blocks.iter().map(|it| it.local.len()).sum();
+        if ours.len() != blocks || theirs.len() != blocks {
+            let got = theirs.len();
             let reason = format!("its producer gives {got} checksums of {blocks} blocks");
             return self.fail(request, LoadFailure::Rejected, &reason);
         }
-        let pairs = local.iter().zip(&remote);
+        let local = flat(&borrowed.blocks, |pairs| &pairs.local);
+        let remote = flat(&borrowed.blocks, |pairs| &pairs.remote);
+        let pairs = local.zip(remote);
         let compared = pairs.zip(ours.iter().zip(theirs));
         let mut differing = compared.filter(|(_, (ours, theirs))| ours != theirs);
         let first = differing.next().map(|(pair, _)| pair);
         let corrupt = usize::from(first.is_some()) + differing.count();
         let after = borrowed.quiet_at.map(|at| at.elapsed()).unwrap_or_default();
-        self.counters.verified(local.len(), corrupt, after);
+        self.counters.verified(blocks, corrupt, after);
         match first {
             None => self.release(request, true),
             Some((here, there)) => {
                 let reason = format!(
-                    "{corrupt} of {} blocks do not hold what the producer's do; the first is block {} of group {}, \
+                    "{corrupt} of {blocks} blocks do not hold what the producer's do; the first is block {} of group {}, \
                      read from block {}",
-                    local.len(),
-                    here.block,
-                    here.group,
-                    there.block
+                    here.block, here.group, there.block
                 );
                 self.fail(request, LoadFailure::Corrupt, &reason);
             }

@@ -10,6 +10,19 @@ use crate::contract::{
     RequestView, Role, Scheduled, SchedulerConnector, StepView,
 };
 
+fn config(settings: StorageSettings, role: Role) -> StorageConfig {
+    StorageConfig {
+        settings,
+        model: "tiny".to_owned(),
+        layout: "LBHNC float32".to_owned(),
+        block_tokens: vec![4],
+        reach: Vec::new(),
+        role,
+        world: 1,
+        one_pool: true,
+    }
+}
+
 /// A worker whose disk never answers: its jobs stay where they are.
 fn stuck(
     path: &std::path::Path,
@@ -20,16 +33,7 @@ fn stuck(
 ) {
     let mut settings = StorageSettings::at(path);
     settings.io_timeout_ms = 50;
-    let config = StorageConfig {
-        settings,
-        model: "tiny".to_owned(),
-        layout: "LBHNC float32".to_owned(),
-        block_tokens: vec![4],
-        reach: Vec::new(),
-        role: Role::Both,
-        world: 1,
-        one_pool: true,
-    };
+    let config = config(settings, Role::Both);
     let mut worker = StorageWorker::open(config, 0).unwrap();
     register(&mut worker);
     let (loads, load_queue) = unbounded();
@@ -220,16 +224,7 @@ impl Hung {
         settings.io_threads = 1;
         // How long the thread would wait.
         settings.io_timeout_ms = 3_600_000;
-        let config = StorageConfig {
-            settings,
-            model: "tiny".to_owned(),
-            layout: "LBHNC float32".to_owned(),
-            block_tokens: vec![4],
-            reach: Vec::new(),
-            role: Role::Producer,
-            world: 1,
-            one_pool: true,
-        };
+        let config = config(settings, Role::Producer);
         let scheduler = StorageScheduler::new(config.clone()).unwrap();
         let mut worker = StorageWorker::open(config, 0).unwrap();
         let memory = register(&mut worker);
